@@ -1,0 +1,162 @@
+"""Facts about arrays (library, namespace, device, dtype) and the few operations the array API lacks.
+
+Reads metadata only: looking at device values would hide a synchronisation. Imports no GPU or torch
+library; array_api_compat recognises arrays of libraries that the caller has imported already.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import array_api_compat as compat
+import numpy as np
+
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+ID_DTYPES = ("int32", "int64")
+
+
+@dataclass(frozen=True)
+class ArrayFacts:
+    """What the arrays of one call have in common."""
+
+    library: str  # "numpy", "cupy", "torch", or the array-API library's module name
+    xp: Any  # array-API namespace
+    device: Any
+
+
+def library(x: object) -> str | None:
+    """Name of the library that made x, or None when x is not an array."""
+    if compat.is_numpy_array(x):
+        return "numpy"
+    if compat.is_cupy_array(x):
+        return "cupy"
+    if compat.is_torch_array(x):
+        return "torch"
+    if hasattr(type(x), "__array_namespace__"):
+        return type(x).__module__.partition(".")[0]
+    return None
+
+
+def facts(**arrays: Any) -> ArrayFacts:
+    """Library, namespace and device shared by the given arrays; None values are absent arguments.
+
+    Raises TypeError for a non-array, an array subclass that would lose its meaning (np.matrix, masked
+    arrays) or a mix of libraries, ValueError for a mix of devices.
+    """
+    given = {name: x for name, x in arrays.items() if x is not None}
+    if not given:
+        import array_api_compat.numpy as xp
+
+        return ArrayFacts("numpy", xp, "cpu")
+    first_name, first = next(iter(given.items()))
+    libraries = {}
+    for name, x in given.items():
+        lib = library(x)
+        if lib is None:
+            raise TypeError(f"{name}: expected an array, got {type(x).__name__}")
+        if isinstance(x, (np.matrix, np.ma.MaskedArray)):
+            raise TypeError(f"{name}: expected a plain array, got {type(x).__name__} (convert it with np.asarray)")
+        libraries[name] = lib
+    if len(set(libraries.values())) > 1:
+        raise TypeError(
+            "expected arrays of one library, got "
+            + ", ".join(f"{name}: {lib}" for name, lib in libraries.items())
+        )
+    devices = {name: compat.device(x) for name, x in given.items()}
+    for name, dev in devices.items():
+        if dev != devices[first_name]:
+            raise ValueError(f"{name}: expected an array on {devices[first_name]} like {first_name}, got one on {dev}")
+    return ArrayFacts(libraries[first_name], compat.array_namespace(first), devices[first_name])
+
+
+def dtype_name(x: Any) -> str:
+    """The dtype of an array, or a dtype itself, as a bare name: 'bfloat16', 'float32', 'int64', 'bool'."""
+    dtype = getattr(x, "dtype", x)
+    name = getattr(dtype, "name", None) or str(dtype)
+    return name.rpartition(".")[2]
+
+
+def require_dtype(name: str, x: Any, allowed: tuple[str, ...]) -> str:
+    """The dtype's name if it is one of `allowed`, else TypeError."""
+    got = dtype_name(x)
+    if got not in allowed:
+        raise TypeError(f"{name}: expected dtype {' or '.join(allowed)}, got {got}")
+    return got
+
+
+def require_shape(name: str, x: Any, symbols: str, **sizes: int) -> tuple[int, ...]:
+    """The shape of x if it fits `symbols` ("B S H D"), where keywords fix the sizes already known."""
+    want = symbols.split()
+    shape = tuple(x.shape)
+    shown = "[" + ", ".join(f"{s}={sizes[s]}" if s in sizes else s for s in want) + "]"
+    if len(shape) != len(want) or any(sizes.get(s, n) != n for s, n in zip(want, shape, strict=True)):
+        raise ValueError(f"{name}: expected shape {shown}, got {list(shape)}")
+    return shape
+
+
+def real_number(name: str, value: Any) -> float:
+    """A Python float from any real scalar on the host, 0-d NumPy arrays included; never from a device array."""
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}: expected a real number, got {type(value).__name__}")
+    if isinstance(value, np.ndarray) and (value.ndim != 0 or dtype_name(value) not in FLOATS + INTEGERS):
+        raise TypeError(f"{name}: expected a real number, got a {value.ndim}-d array of {value.dtype}")
+    if library(value) not in (None, "numpy") or isinstance(value, (str, bytes, complex, np.complexfloating)):
+        raise TypeError(f"{name}: expected a real number on the host, got {type(value).__name__}")
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"{name}: expected a real number, got {type(value).__name__}") from error
+
+
+def whole_number(name: str, value: Any, *, minimum: int = 0, maximum: int | None = None) -> int:
+    """A Python int from any integer scalar on the host within [minimum, maximum]."""
+    if isinstance(value, (bool, np.bool_)) or (library(value) not in (None, "numpy")):
+        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
+    try:
+        number = operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from error
+    if number < minimum or (maximum is not None and number > maximum):
+        limit = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
+        raise ValueError(f"{name}: expected an integer of {limit}, got {number}")
+    return number
+
+
+def compute_dtype(xp: Any, *arrays: Any) -> Any:
+    """The dtype arithmetic runs in: float64 if any input is float64, else float32."""
+    return xp.float64 if any(dtype_name(a) == "float64" for a in arrays) else xp.float32
+
+
+def cast(xp: Any, x: Any, dtype: Any) -> Any:
+    """x in the given dtype, itself when it has that dtype already."""
+    return x if x.dtype == dtype else xp.astype(x, dtype)
+
+
+def add_rows(xp: Any, total: Any, ids: Any, values: Any) -> Any:
+    """total[ids[n]] += values[n] in order of n: [R, D] from ids [N] in [0, R) and values [N, D].
+
+    The array API has no scatter-add. The caller owns `total` and uses the returned array in its place:
+    NumPy and CuPy add into it, other libraries return a new one. NumPy and the generic form add in a
+    fixed order; CuPy's atomics do not.
+    """
+    if total.shape[0] == 0 or ids.shape[0] == 0:
+        return total
+    if compat.is_numpy_array(total):
+        order = np.argsort(ids, kind="stable")
+        ids_sorted = ids[order]
+        starts = np.flatnonzero(np.r_[True, ids_sorted[1:] != ids_sorted[:-1]])
+        total[ids_sorted[starts]] += np.add.reduceat(values[order], starts, axis=0)
+        return total
+    if compat.is_cupy_array(total):
+        import cupyx
+
+        cupyx.scatter_add(total, ids, values)
+        return total
+    if compat.is_torch_array(total):
+        return total.index_add(0, ids, values)
+    rows = xp.arange(total.shape[0], dtype=ids.dtype, device=compat.device(total))
+    one_hot = xp.astype(rows[:, None] == ids[None, :], values.dtype)
+    return total + one_hot @ values

@@ -1,0 +1,77 @@
+"""Which backend a call gets, in plain ifs. Knows no slice: each slice's ops.py says what it offers.
+
+Backends: "reference" (the array-API equations, any library), "cuda" (CuPy RawKernels), "numba"
+(Numba CUDA), "cudnn" (NVIDIA's DSA kernels). "auto" is "cuda" or "numba" for CuPy arrays where the op
+offers it and this machine can run it, else "reference"; it never picks "cudnn".
+"""
+
+from __future__ import annotations
+
+
+BACKENDS = ("auto", "reference", "cuda", "numba", "cudnn")
+
+
+def missing(backend: str) -> str | None:
+    """Why this machine cannot run a backend, whatever the op; None when it can."""
+    if backend == "reference":
+        return None
+    try:
+        import cupy
+    except ImportError as error:
+        return f"CuPy cannot be imported ({error}); install dsv4cp[cuda13] or dsv4cp[cuda12]"
+    if not cupy.cuda.is_available():
+        return "no CUDA GPU is visible"
+    if backend == "numba":
+        return _numba_missing()
+    if backend == "cudnn":
+        return _cudnn_missing()
+    return None
+
+
+def _numba_missing() -> str | None:
+    try:
+        from numba import cuda
+    except Exception as error:  # numba-cuda raises AttributeError under NumPy 2.5 (numpy.row_stack is gone)
+        return f"numba-cuda cannot be imported ({type(error).__name__}: {error}); it needs NumPy < 2.5"
+    return None if cuda.is_available() else "Numba sees no CUDA GPU"
+
+
+def _cudnn_missing() -> str | None:
+    try:
+        import cudnn.deepseek_sparse_attention  # noqa: F401
+    except Exception as error:  # the package imports torch and the CuTe DSL, each with failures of its own
+        return f"cuDNN's DSA kernels cannot be imported ({type(error).__name__}: {error}); install dsv4cp[cudnn]"
+    return None
+
+
+def pick(op: str, backend: str, library: str, *, offered: tuple[str, ...]) -> str:
+    """The backend that runs `op` on arrays of `library`.
+
+    Raises TypeError for torch tensors (dsv4cp.torch_ops takes them), ValueError for an unknown backend
+    name, RuntimeError saying what is missing when a backend asked for by name cannot run.
+    """
+    if library == "torch":
+        raise TypeError(f"{op}: got torch tensors; use dsv4cp.torch_ops.{op} for them")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: expected one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+    if backend == "reference":
+        return backend
+    if backend == "auto":
+        if library == "cupy":
+            for name in ("cuda", "numba"):
+                if name in offered and missing(name) is None:
+                    return name
+        return "reference"
+    if backend not in offered:
+        raise RuntimeError(
+            f"{op}: backend {backend!r} is not there: this version of dsv4cp has "
+            f"{', '.join(map(repr, offered))} for it"
+        )
+    reason = missing(backend)
+    if reason is not None:
+        raise RuntimeError(f"{op}: backend {backend!r} cannot run: {reason}")
+    if library != "cupy":
+        raise RuntimeError(f"{op}: backend {backend!r} needs CuPy arrays, got {library} arrays")
+    return backend
+
+

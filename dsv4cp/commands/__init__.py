@@ -1,0 +1,1 @@
+"""What python -m dsv4cp runs: doctor, demo, bench."""

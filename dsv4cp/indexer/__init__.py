@@ -1,0 +1,1 @@
+"""Lightning indexer: scores, top-k selection and their gradients."""

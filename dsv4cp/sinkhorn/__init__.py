@@ -1,0 +1,1 @@
+"""Sinkhorn normalisation of hyper-connection matrices."""

@@ -1,0 +1,1 @@
+"""Sparse attention over a shared key/value latent with a sink."""

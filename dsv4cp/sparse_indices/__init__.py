@@ -1,0 +1,1 @@
+"""Building and planning the lists of keys that queries attend to."""
