@@ -1,0 +1,57 @@
+"""Which implementation a torch_ops call gets, in plain ifs. The torch-side twin of _backend; knows no slice.
+
+The names are those of the mirrored module: "torch" and "sparse_torch" are the reference equations
+differentiated by torch, "tilelang" is this package's CUDA kernels (the name is kept so that
+configurations carry over), "cudnn" is NVIDIA's DSA kernels, "auto" takes the CUDA kernels where they
+can run and the reference elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ._arrays import dtype_name, library
+from ._backend import missing
+
+
+def choose(
+    op: str,
+    backend: str,
+    tensors: tuple[Any, ...],
+    *,
+    allowed: tuple[str, ...],
+    kernel_missing: str | None,
+    require_bf16: bool = False,
+) -> str:
+    """What runs `op` on these tensors: "torch", "tilelang" or "cudnn".
+
+    `allowed` lists the names that `op` takes, `kernel_missing` says why its CUDA kernels cannot run on this
+    machine (None: they can). Raises TypeError for anything but torch tensors, ValueError for a name
+    outside `allowed`, RuntimeError saying why when kernels asked for by name cannot run.
+    """
+    for tensor in tensors:
+        if library(tensor) != "torch":
+            raise TypeError(f"{op}: expected torch tensors, got {type(tensor).__name__}; use dsv4cp.{op} for arrays")
+    if backend not in allowed:
+        raise ValueError(f"backend: expected one of {', '.join(map(repr, allowed))}, got {backend!r}")
+    if backend in ("torch", "sparse_torch"):
+        return "torch"
+    if backend == "cudnn":
+        reason = missing("cudnn") or _unfit(tensors, require_bf16)
+    else:
+        reason = kernel_missing or _unfit(tensors, require_bf16)
+    if backend == "auto":
+        return "torch" if reason else "tilelang"
+    if reason:
+        raise RuntimeError(f"{op}: backend {backend!r} cannot run: {reason}")
+    return backend
+
+
+def _unfit(tensors: tuple[Any, ...], require_bf16: bool) -> str | None:
+    """Why kernels cannot take these tensors, None when they can."""
+    for tensor in tensors:
+        if not tensor.is_cuda:
+            return f"it needs CUDA tensors, got one on {tensor.device}"
+        if require_bf16 and dtype_name(tensor) != "bfloat16":
+            return f"it needs bfloat16 tensors, got {tensor.dtype}"
+    return None
