@@ -7,7 +7,6 @@ offers it and this machine can run it, else "reference"; it never picks "cudnn".
 
 from __future__ import annotations
 
-
 BACKENDS = ("auto", "reference", "cuda", "numba", "cudnn")
 
 

@@ -57,7 +57,8 @@ def check_close(got, want, op: str, dtype: str | None = None, *, like=None) -> N
     bound = atol + rtol * np.abs(np.where(finite, w, 0))
     if error.size and (error > bound).any():
         at = np.unravel_index(np.argmax(error - bound), error.shape)
-        raise AssertionError(f"{op}: at {tuple(map(int, at))} got {g[at]!r}, want {w[at]!r}, error {error[at]:.3g} > {bound[at]:.3g}")
+        where = tuple(map(int, at))
+        raise AssertionError(f"{op}: {where}: got {g[at]!r}, want {w[at]!r}, error {error[at]:.3g} > {bound[at]:.3g}")
 
 
 def check_frobenius(got, want, op: str, limit: float | None = None) -> float:
@@ -83,4 +84,5 @@ def check_equal(got, want, *, like=None, same_dtype: bool = True) -> None:
         same = (same & (np.signbit(g) == np.signbit(w))) | (np.isnan(g) & np.isnan(w))
     if not np.all(same):
         at = tuple(map(int, np.argwhere(~same)[0]))
-        raise AssertionError(f"{int((~same).sum())} of {same.size} elements differ, first at {at}: got {g[at]!r}, want {w[at]!r}")
+        count = int((~same).sum())
+        raise AssertionError(f"{count} of {same.size} elements differ, first at {at}: got {g[at]!r}, want {w[at]!r}")

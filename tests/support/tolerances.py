@@ -20,7 +20,12 @@ TABLE = {
         "bfloat16": (1.6e-2, 1.6e-2),
     },
     # D-term dot products of O(1) values in fp32, p rounded to the input dtype before PV for half types.
-    "attention": {"float64": (1e-11, 1e-12), "float32": (2e-5, 2e-6), "float16": (2e-3, 2e-3), "bfloat16": (1.6e-2, 1.6e-2)},
+    "attention": {
+        "float64": (1e-11, 1e-12),
+        "float32": (2e-5, 2e-6),
+        "float16": (2e-3, 2e-3),
+        "bfloat16": (1.6e-2, 1.6e-2),
+    },
     "lse": {"float64": (1e-12, 1e-12), "float32": (1e-5, 2e-6), "float16": (1e-4, 1e-4), "bfloat16": (1e-4, 1e-4)},
     # Gradients sum over slots, heads and queries; terms cancel, so the absolute part grows with their size.
     "attention_grad": {
