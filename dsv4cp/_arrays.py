@@ -6,7 +6,9 @@ library; array_api_compat recognises arrays of libraries that the caller has imp
 
 from __future__ import annotations
 
+import functools
 import operator
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ import numpy as np
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 ID_DTYPES = ("int32", "int64")
+WRAPPED = ("numpy", "cupy", "torch")  # libraries whose namespaces array_api_compat completes
 
 
 @dataclass(frozen=True)
@@ -29,15 +32,28 @@ class ArrayFacts:
 
 def library(x: object) -> str | None:
     """Name of the library that made x, or None when x is not an array."""
-    if compat.is_numpy_array(x):
-        return "numpy"
-    if compat.is_cupy_array(x):
-        return "cupy"
-    if compat.is_torch_array(x):
-        return "torch"
-    if hasattr(type(x), "__array_namespace__"):
-        return type(x).__module__.partition(".")[0]
-    return None
+    return _library_of(type(x))  # type: ignore[arg-type]  # every class is hashable
+
+
+@functools.lru_cache(maxsize=256)
+def _library_of(cls: type) -> str | None:
+    """library() of the instances of a class: cached, since every call of the package asks."""
+    for name, kind in (("numpy", "ndarray"), ("numpy", "generic"), ("cupy", "ndarray"), ("torch", "Tensor")):
+        module = sys.modules.get(name)  # a class of a library that nobody imported does not exist
+        if module is not None and issubclass(cls, getattr(module, kind, ())):
+            return name
+    return cls.__module__.partition(".")[0] if hasattr(cls, "__array_namespace__") else None
+
+
+def _namespace(lib: str, x: Any) -> Any:
+    """Array-API namespace of x."""
+    wrapper = sys.modules.get(f"array_api_compat.{lib}") if lib in WRAPPED else None  # a shortcut past 10 us of looking
+    return compat.array_namespace(x) if wrapper is None else wrapper
+
+
+def _device(lib: str, x: Any) -> Any:
+    """Device of x, as its library names it."""
+    return "cpu" if lib == "numpy" else x.device if lib in WRAPPED else compat.device(x)
 
 
 def facts(**arrays: Any) -> ArrayFacts:
@@ -65,11 +81,12 @@ def facts(**arrays: Any) -> ArrayFacts:
             "expected arrays of one library, got "
             + ", ".join(f"{name}: {lib}" for name, lib in libraries.items())
         )
-    devices = {name: compat.device(x) for name, x in given.items()}
+    lib = libraries[first_name]
+    devices = {name: _device(lib, x) for name, x in given.items()}
     for name, dev in devices.items():
         if dev != devices[first_name]:
             raise ValueError(f"{name}: expected an array on {devices[first_name]} like {first_name}, got one on {dev}")
-    return ArrayFacts(libraries[first_name], compat.array_namespace(first), devices[first_name])
+    return ArrayFacts(lib, _namespace(lib, first), devices[first_name])
 
 
 def dtype_name(x: Any) -> str:
@@ -99,6 +116,8 @@ def require_shape(name: str, x: Any, symbols: str, **sizes: int) -> tuple[int, .
 
 def real_number(name: str, value: Any) -> float:
     """A Python float from any real scalar on the host, 0-d NumPy arrays included; never from a device array."""
+    if type(value) is float:
+        return value
     if isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name}: expected a real number, got {type(value).__name__}")
     if isinstance(value, np.ndarray) and (value.ndim != 0 or dtype_name(value) not in FLOATS + INTEGERS):

@@ -1,0 +1,183 @@
+"""torch <-> device pointers, CuPy arrays, streams and devices. With _torch_backend.py the only shared file with torch.
+
+Two ways across, for two needs. The hot path hands raw pointers to a kernel launch: `on_stream_of(x)` makes
+the tensor's device current, says which CUDA stream torch works on there, and puts everything back. Whole
+arrays change hands through DLPack without a copy: `to_cupy`, `to_numpy`, `to_torch`.
+
+Streams. Kernels run on torch's current stream of the tensor's device, in backward too: torch's autograd
+threads restore the forward's stream, but not CuPy's, so the stream is looked up at every launch. Outputs
+and temporaries of the hot path come from torch's allocator (torch.empty), which keeps memory until the work
+queued on that stream is done; nothing there needs record_stream.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+
+from ._arrays import dtype_name, library
+
+
+class _StreamHandle:
+    """A stream of torch's under the CUDA stream protocol. torch owns it and never destroys its pooled streams."""
+
+    def __init__(self, pointer: int) -> None:
+        self.pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.pointer
+
+
+@functools.lru_cache(maxsize=1024)
+def _cupy_stream(pointer: int) -> Any:
+    """A CuPy stream that names, but does not own, the given CUDA stream."""
+    import cupy
+
+    return cupy.cuda.Stream.from_external(_StreamHandle(pointer))
+
+
+def stream_pointer(device_index: int) -> int:
+    """The CUDA stream (cudaStream_t) torch works on now on that device, in this thread."""
+    # The one-call form that torch's own compiled kernels use: 0.1 us where current_stream() builds an object.
+    return torch._C._cuda_getCurrentRawStream(device_index)
+
+
+class on_stream_of:
+    """`with on_stream_of(x) as stream:` the device of CUDA tensor x is current, for torch and for CuPy.
+
+    `stream` is a CuPy stream object for torch's current stream there (`stream.ptr` is the handle). It is not
+    made CuPy's current stream, which costs more than a launch: pass it to the launch, or use `cupy_on_stream_of`.
+    Both libraries get back the device that was current, also after an exception.
+    """
+
+    __slots__ = ("_cupy_device", "_index", "_torch_device")
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._index = x.get_device()
+
+    def __enter__(self) -> Any:
+        from cupy.cuda import runtime
+
+        # Each library links a CUDA runtime of its own: ask and set both.
+        index, self._torch_device, self._cupy_device = self._index, torch.cuda.current_device(), runtime.getDevice()
+        if self._torch_device != index:
+            torch.cuda.set_device(index)
+        if self._cupy_device != index:
+            runtime.setDevice(index)
+        return _cupy_stream(stream_pointer(index))
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._cupy_device != self._index:
+            from cupy.cuda import runtime
+
+            runtime.setDevice(self._cupy_device)
+        if self._torch_device != self._index:
+            torch.cuda.set_device(self._torch_device)
+
+
+class cupy_on_stream_of:
+    """Like `on_stream_of`, and CuPy's array operations inside the block run on that stream as well."""
+
+    __slots__ = ("_guard", "_stream")
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._guard = on_stream_of(x)
+
+    def __enter__(self) -> Any:
+        self._stream = self._guard.__enter__()
+        try:
+            return self._stream.__enter__()
+        except BaseException:
+            self._guard.__exit__()
+            raise
+
+    def __exit__(self, *exc_info: object) -> None:
+        try:
+            self._stream.__exit__(*exc_info)
+        finally:
+            self._guard.__exit__()
+
+
+def contiguous(x: torch.Tensor) -> torch.Tensor:
+    """x itself, or a row-major copy made on the current stream: what a kernel may read by pointer."""
+    x = x.detach()
+    return x.resolve_neg() if x.is_neg() else x.contiguous()
+
+
+def _strided(name: str, x: Any) -> torch.Tensor:
+    """The tensor without its autograd history; TypeError for anything that has no plain strided memory."""
+    if library(x) != "torch":
+        raise TypeError(f"{name}: expected a torch tensor, got {type(x).__name__}")
+    if x.layout is not torch.strided or x.is_quantized:
+        kind = "quantized" if x.is_quantized else str(x.layout)
+        raise TypeError(f"{name}: expected a strided torch tensor, got a {kind} one (convert it with .to_dense())")
+    if x.is_meta:
+        raise TypeError(f"{name}: expected a torch tensor with memory, got one on the meta device")
+    return x.detach().resolve_conj().resolve_neg()
+
+
+def to_cupy(x: Any) -> Any:
+    """A CuPy array on the memory of a CUDA tensor, any strides, bfloat16 included; the autograd history stays behind.
+
+    CuPy's current stream waits for torch's. When they differ, torch keeps the memory until the work that
+    CuPy's stream holds at the tensor's end is done. TypeError for another library's array or layout,
+    ValueError for a tensor that is not on a CUDA device.
+    """
+    import cupy
+
+    x = _strided("x", x)
+    if not x.is_cuda:
+        raise ValueError(f"x: expected a CUDA tensor, got one on {x.device} (to_numpy takes those)")
+    index = x.get_device()
+    with cupy.cuda.Device(index):
+        ours = cupy.cuda.get_current_stream().ptr
+        if ours != stream_pointer(index):
+            x.record_stream(torch.cuda.ExternalStream(ours, device=index))
+        return cupy.from_dlpack(x)
+
+
+def to_numpy(x: Any) -> np.ndarray:
+    """A NumPy array on the memory of a CPU tensor, bfloat16 through ml_dtypes; the autograd history stays behind.
+
+    TypeError for another library's array or layout, ValueError for a tensor that is not on the CPU.
+    """
+    x = _strided("x", x)
+    if x.device.type != "cpu":
+        raise ValueError(f"x: expected a CPU tensor, got one on {x.device} (to_cupy takes CUDA tensors)")
+    if x.dtype == torch.bfloat16:  # NumPy knows no bfloat16 in DLPack: its bits cross as int16
+        return x.view(torch.int16).numpy().view(_numpy_bfloat16())
+    return x.numpy()
+
+
+def _numpy_bfloat16() -> np.dtype:
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise RuntimeError("bfloat16 arrays in NumPy need the package ml_dtypes (pip install ml_dtypes)") from error
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def to_torch(x: Any) -> torch.Tensor:
+    """A torch tensor on the memory of a NumPy or CuPy array, bfloat16 included.
+
+    From CuPy, torch's current stream waits for CuPy's; the array must live until torch's work is done,
+    since CuPy's pool does not know torch's streams. ValueError for memory that torch cannot describe or
+    would write through: negative strides, strides that are no multiple of the item size, read-only NumPy
+    arrays. TypeError for other libraries and for dtypes that torch does not have.
+    """
+    kind = library(x)
+    if kind not in ("numpy", "cupy"):
+        raise TypeError(f"x: expected a NumPy or CuPy array, got {type(x).__name__}")
+    if any(stride < 0 for stride in x.strides):
+        raise ValueError("x: expected strides of zero or more, got a flipped array (copy it first)")
+    if any(stride % x.itemsize for stride in x.strides):
+        raise ValueError(f"x: expected strides in whole items of {x.itemsize} bytes, got {x.strides} (copy it first)")
+    bits16 = dtype_name(x) == "bfloat16"
+    if kind == "cupy":
+        return torch.from_dlpack(x)
+    if not x.flags.writeable:
+        raise ValueError("x: expected a writeable array, got a read-only one that torch could write (copy it first)")
+    return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if bits16 else torch.from_numpy(x)
