@@ -102,6 +102,6 @@ def _in_blocks(equation: Callable[..., Any], spec: Spec, elements: int, *arrays:
     flat = [xp.reshape(a, (spec.matrices, m, m)) for a in arrays]
     parts = []
     for start in range(0, max(spec.matrices, 1), size):
-        block = [matrices_last(a[start : start + size, ...], spec) for a in flat]
+        block = [matrices_last(a[start : min(start + size, spec.matrices), ...], spec) for a in flat]
         parts.append(cast(xp, matrices_first(equation(*block), spec), dtype))
     return xp.reshape(parts[0] if len(parts) == 1 else xp.concat(parts, axis=0), spec.shape)

@@ -1,12 +1,19 @@
-"""The torch surface of Sinkhorn normalisation: the reference on torch tensors, differentiated by torch."""
+"""The torch surface of Sinkhorn normalisation.
+
+Two ways: the reference on torch tensors, differentiated by torch, and the operators dsv4::sinkhorn_normalize
+and dsv4::sinkhorn_normalize_grad, whose CUDA kernels are this package's. On CPU tensors the operators run
+the reference, gradient included, so that a graph captured with them can be run and checked anywhere.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch.autograd.function import once_differentiable
 
-from .. import _backend
+from .. import _backend, _bridge
+from .._arrays import real_number, whole_number
 from .._torch_backend import choose
 from . import contract, ops, reference
 
@@ -37,11 +44,83 @@ def dsv4_sinkhorn_normalize(
     CUDA tensors where they can run, else "torch". Raises TypeError and ValueError as the array function,
     RuntimeError for "tilelang" where it cannot run.
     """
-    choose(
+    picked = choose(
         "dsv4_sinkhorn_normalize",
         backend,
         (x,),
         allowed=("torch", "tilelang", "auto"),
         kernel_missing=kernel_missing(),
     )
+    if picked == "tilelang":
+        return NORMALIZE(x, whole_number("repeat", repeat, minimum=1), real_number("eps", eps))
     return sinkhorn_normalize_torch(x, repeat, eps)
+
+
+def _cpu_forward(x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
+    return reference.forward(x, contract.check(x, repeat, eps))
+
+
+def _cpu_backward(grad_y: torch.Tensor, x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
+    return reference.backward(grad_y, x, contract.check_grad(grad_y, x, repeat, eps))
+
+
+def _cuda_forward(x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
+    from . import cuda
+
+    spec = contract.check(x, repeat, eps)
+    x = _bridge.contiguous(x)
+    y = torch.empty(spec.shape, dtype=x.dtype, device=x.device)
+    with _bridge.on_stream_of(x) as stream:
+        cuda.launch_forward(x.data_ptr(), y.data_ptr(), spec, stream=stream)
+    return y
+
+
+def _cuda_backward(grad_y: torch.Tensor, x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
+    from . import cuda
+
+    spec = contract.check_grad(grad_y, x, repeat, eps)
+    x, grad_y = _bridge.contiguous(x), _bridge.contiguous(grad_y.to(x.dtype))
+    grad_x = torch.empty(spec.shape, dtype=x.dtype, device=x.device)
+    with _bridge.on_stream_of(x) as stream:
+        cuda.launch_backward(grad_y.data_ptr(), x.data_ptr(), grad_x.data_ptr(), spec, stream=stream)
+    return grad_x
+
+
+def _fake_forward(x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
+    contract.check(x, repeat, eps)
+    return x.new_empty(x.shape)
+
+
+def _fake_backward(grad_y: torch.Tensor, x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
+    contract.check_grad(grad_y, x, repeat, eps)
+    return x.new_empty(x.shape)
+
+
+class _Normalize(torch.autograd.Function):
+    """NORMALIZE with NORMALIZE_GRAD as its gradient; the gradient itself is not differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.numbers = repeat, eps
+        with _bridge.below_autograd():
+            return NORMALIZE(x, repeat, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        return NORMALIZE_GRAD(grad_y, x, *ctx.numbers), None, None
+
+
+NORMALIZE = _bridge.define_op(
+    "sinkhorn_normalize(Tensor x, int repeat, float eps) -> Tensor",
+    kernels={"CUDA": _cuda_forward, "CPU": _cpu_forward},
+    fake=_fake_forward,
+    autograd=_Normalize,
+)
+NORMALIZE_GRAD = _bridge.define_op(
+    "sinkhorn_normalize_grad(Tensor grad_y, Tensor x, int repeat, float eps) -> Tensor",
+    kernels={"CUDA": _cuda_backward, "CPU": _cpu_backward},
+    fake=_fake_backward,
+)
