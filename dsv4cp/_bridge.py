@@ -4,6 +4,9 @@ Two ways across, for two needs. The hot path hands raw pointers to a kernel laun
 the tensor's device current, says which CUDA stream torch works on there, and puts everything back. Whole
 arrays change hands through DLPack without a copy: `to_cupy`, `to_numpy`, `to_torch`.
 
+`define_op` registers what a slice's torch_bridge.py launches as a torch operator, which is what lets
+torch.compile, torch.export and FakeTensor see it as one node.
+
 Streams. Kernels run on torch's current stream of the tensor's device, in backward too: torch's autograd
 threads restore the forward's stream, but not CuPy's, so the stream is looked up at every launch. Outputs
 and temporaries of the hot path come from torch's allocator (torch.empty), which keeps memory until the work
@@ -13,12 +16,54 @@ queued on that stream is done; nothing there needs record_stream.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from ._arrays import dtype_name, library
+
+OPERATORS = torch.library.Library("dsv4", "FRAGMENT")  # the definitions live as long as this object
+
+
+def define_op(
+    schema: str,
+    *,
+    kernels: Mapping[str, Callable[..., Any]],
+    fake: Callable[..., Any],
+    autograd: type[torch.autograd.Function] | None = None,
+) -> Any:
+    """Define the operator dsv4::`schema` and return the callable that reaches it in torch's dispatcher.
+
+    kernels: what runs on tensors without autograd, by dispatch key ("CUDA", "CPU"). fake: what tells the
+    result's shape, dtype and device to tracers. autograd: the Function to apply when a gradient is wanted; its
+    forward calls the operator inside `below_autograd()`. Without it the operator has no gradient.
+
+    torch.library.custom_op and register_autograd would do the same with less text at two to four times the
+    cost per call (56 and 40 us against 28 with a gradient wanted, 20 and 12 against 10 without).
+    """
+    name = schema.partition("(")[0]
+    OPERATORS.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for key, kernel in kernels.items():
+        OPERATORS.impl(name, kernel, key)
+    torch.library.register_fake(f"dsv4::{name}", fake, lib=OPERATORS)
+    operator = getattr(torch.ops.dsv4, name).default
+    if autograd is not None:
+
+        def differentiable(*args: Any) -> Any:
+            if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+                return autograd.apply(*args)
+            with below_autograd():
+                return operator(*args)
+
+        OPERATORS.impl(name, differentiable, "Autograd")
+    return operator
+
+
+def below_autograd() -> Any:
+    """A block in which operators go straight to their kernels: torch's documented way to call oneself from Autograd."""
+    return torch._C._AutoDispatchBelowAutograd()
 
 
 class _StreamHandle:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import _backend, _bridge
 from .._arrays import real_number, whole_number
@@ -56,11 +55,11 @@ def dsv4_sinkhorn_normalize(
     return sinkhorn_normalize_torch(x, repeat, eps)
 
 
-def _cpu_forward(x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
+def _reference_forward(x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
     return reference.forward(x, contract.check(x, repeat, eps))
 
 
-def _cpu_backward(grad_y: torch.Tensor, x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
+def _reference_backward(grad_y: torch.Tensor, x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
     return reference.backward(grad_y, x, contract.check_grad(grad_y, x, repeat, eps))
 
 
@@ -97,7 +96,8 @@ def _fake_backward(grad_y: torch.Tensor, x: torch.Tensor, repeat: int, eps: floa
 
 
 class _Normalize(torch.autograd.Function):
-    """NORMALIZE with NORMALIZE_GRAD as its gradient; the gradient itself is not differentiable."""
+    """NORMALIZE with NORMALIZE_GRAD as its gradient. Asked for a graph of the gradient (create_graph), it takes the
+    reference's, which torch differentiates again."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
@@ -107,20 +107,21 @@ class _Normalize(torch.autograd.Function):
             return NORMALIZE(x, repeat, eps)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (x,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _reference_backward(grad_y, x, *ctx.numbers), None, None
         return NORMALIZE_GRAD(grad_y, x, *ctx.numbers), None, None
 
 
 NORMALIZE = _bridge.define_op(
     "sinkhorn_normalize(Tensor x, int repeat, float eps) -> Tensor",
-    kernels={"CUDA": _cuda_forward, "CPU": _cpu_forward},
+    kernels={"CUDA": _cuda_forward, "CPU": _reference_forward},
     fake=_fake_forward,
     autograd=_Normalize,
 )
 NORMALIZE_GRAD = _bridge.define_op(
     "sinkhorn_normalize_grad(Tensor grad_y, Tensor x, int repeat, float eps) -> Tensor",
-    kernels={"CUDA": _cuda_backward, "CPU": _cpu_backward},
+    kernels={"CUDA": _cuda_backward, "CPU": _reference_backward},
     fake=_fake_backward,
 )
