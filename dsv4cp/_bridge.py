@@ -156,9 +156,8 @@ def _strided(name: str, x: Any) -> torch.Tensor:
     """The tensor without its autograd history; TypeError for anything that has no plain strided memory."""
     if library(x) != "torch":
         raise TypeError(f"{name}: expected a torch tensor, got {type(x).__name__}")
-    if x.layout is not torch.strided or x.is_quantized:
-        kind = "quantized" if x.is_quantized else str(x.layout)
-        raise TypeError(f"{name}: expected a strided torch tensor, got a {kind} one (convert it with .to_dense())")
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a strided torch tensor, got a {x.layout} one (convert it with .to_dense())")
     if x.is_meta:
         raise TypeError(f"{name}: expected a torch tensor with memory, got one on the meta device")
     return x.detach().resolve_conj().resolve_neg()
