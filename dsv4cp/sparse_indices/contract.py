@@ -15,13 +15,14 @@ from .._arrays import FLOATS, ID_DTYPES, INTEGERS, dtype_name, facts, require_dt
 
 LAYOUTS = ("reference", "cuda", "cudnn")
 
-# cuDNN's sparse attention and the Hopper kernels read ids in blocks of up to 128 and take no ragged last
-# block, so the flat layout's width is padded to whole blocks; topk_length says where the ids end.
+# FlashMLA's Hopper kernels and cuDNN's indexer gradient take widths that are multiples of 128 only, cuDNN's
+# attention reads tiles of 64 ids: rows of whole 128-id blocks fit all of them, and keep every row aligned for
+# 16-byte loads. topk_length says where the ids end.
 CUDNN_SLOT_MULTIPLE = 128
 
 # uint64 has no order-preserving way into the int64 that positions are computed in.
 POSITION_DTYPES = tuple(name for name in INTEGERS if name != "uint64")
-LARGEST_SIZE = 2**62  # sums of two sizes stay inside int64
+LARGEST_SIZE = 2**60  # sums of a few sizes stay inside int64
 INT32_COUNT = 2**31  # ids 0 .. INT32_COUNT - 1 fit int32
 
 
@@ -190,7 +191,7 @@ def check_plan(topk_idxs: Any, kv_sequence: Any, layout: Any, all_rows_nonempty:
         raise TypeError(f"all_rows_nonempty: expected a bool, got {type(all_rows_nonempty).__name__}")
     if layout in ("reference", "cuda") and keys > INT32_COUNT:
         raise ValueError(f"kv_sequence: expected at most {INT32_COUNT} (int32 ids), got {keys}")
-    limit = INT32_COUNT if layout == "cudnn" else LARGEST_SIZE
+    limit = INT32_COUNT if layout == "cudnn" else 2**63
     if layout in ("cudnn", "flat") and batch * keys > limit:
         raise ValueError(
             f"kv_sequence: expected B*kv_sequence of at most {limit} (flat ids are "
