@@ -1,0 +1,107 @@
+"""Index building and planning for torch tensors, with the names and signatures of the mirrored module (NeMo
+AutoModel's deepseek_v4.optimized_kernels): the reference run on torch tensors, on any device. Ids have no gradient."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from .. import _backend
+from .._arrays import library
+from .._plan import SparseIndexPlan
+from .._torch_backend import choose
+from . import contract, ops, reference
+
+# What lays ids out for each backend of dsv4_sparse_attention: every layout is made on every device.
+LAYOUTS = {"torch": "reference", "sparse_torch": "reference", "tilelang": "cuda", "cudnn": "cudnn"}
+
+
+def attention_kernel_missing() -> str | None:
+    """Why sparse attention's CUDA kernels cannot run on this machine, None when they can."""
+    if "cuda" not in ops.ATTENTION_OFFERED:
+        return "this version of dsv4cp has no CUDA kernels for sparse attention"
+    return _backend.missing("cuda")
+
+
+def build_dsv4_sparse_topk_indices(
+    *,
+    batch_size: int,
+    seq_len: int,
+    key_len: int,
+    window_size: int,
+    device: torch.device | str | int,
+    attention_mask: torch.Tensor | None = None,
+    compress_ratio: int = 0,
+    compressed_topk: torch.Tensor | None = None,
+    n_pooled: int = 0,
+    vanilla_key_len: int | None = None,
+    q_positions: torch.Tensor | None = None,
+    vision_token_types: torch.Tensor | None = None,
+    max_image_tokens: int = 0,
+    q_segment_ids: torch.Tensor | None = None,
+    q_local_positions: torch.Tensor | None = None,
+    pooled_segment_ids: torch.Tensor | None = None,
+    pooled_positions: torch.Tensor | None = None,
+    dtype: torch.dtype | str | None = None,
+) -> torch.Tensor:
+    """dsv4cp.build_dsv4_sparse_topk_indices for torch: ids [B, S, slots] on `device`, int64 unless dtype says int32.
+
+    Tensors on another device are moved to `device`. Raises as the array function does.
+    """
+    like = torch.empty(0, device=device)
+    arrays = {
+        "attention_mask": _moved(attention_mask, like),
+        "compressed_topk": _moved(compressed_topk, like),
+        "q_positions": _moved(q_positions, like),
+        "vision_token_types": _moved(vision_token_types, like),
+        "q_segment_ids": _moved(q_segment_ids, like),
+        "q_local_positions": _moved(q_local_positions, like),
+        "pooled_segment_ids": _moved(pooled_segment_ids, like),
+        "pooled_positions": _moved(pooled_positions, like),
+    }
+    spec = contract.check(
+        batch_size=batch_size,
+        seq_len=seq_len,
+        key_len=key_len,
+        window_size=window_size,
+        compress_ratio=compress_ratio,
+        n_pooled=n_pooled,
+        vanilla_key_len=vanilla_key_len,
+        max_image_tokens=max_image_tokens,
+        dtype=dtype,
+        like=like,
+        **arrays,
+    )
+    return reference.build(spec, **arrays)
+
+
+def plan_dsv4_sparse_indices(
+    topk_idxs: torch.Tensor,
+    kv_sequence: int,
+    backend: Literal["torch", "sparse_torch", "tilelang", "cudnn", "auto"],
+    all_rows_nonempty: bool = False,
+) -> SparseIndexPlan:
+    """dsv4cp.plan_dsv4_sparse_indices for torch: a plan of tensors on topk_idxs' device.
+
+    backend: that of the dsv4_sparse_attention calls the plan is for. "torch" and "sparse_torch" have the array
+    function's "reference" layout, "tilelang" its "cuda" layout. "auto" is "tilelang" for CUDA ids where the
+    kernels can run, else "torch": the choice that attention makes for bfloat16; name the backend for other
+    dtypes. Every layout can be made on every device. Raises as the array function does.
+    """
+    allowed = (*LAYOUTS, "auto")
+    name = choose(
+        "plan_dsv4_sparse_indices",
+        backend if backend not in LAYOUTS else "torch",  # a layout needs no kernel
+        (topk_idxs,),
+        allowed=allowed,
+        kernel_missing=attention_kernel_missing(),
+    )
+    name = name if backend == "auto" else backend
+    spec = contract.check_plan(topk_idxs, kv_sequence, LAYOUTS[name], all_rows_nonempty)
+    return SparseIndexPlan(name, *reference.plan(topk_idxs.detach(), spec), spec.kv_sequence)
+
+
+def _moved(x: Any, like: torch.Tensor) -> Any:
+    """x on like's device, without its autograd history; anything but a tensor is left for the contract to refuse."""
+    return x.detach().to(like.device) if library(x) == "torch" else x
