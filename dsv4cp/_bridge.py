@@ -124,16 +124,23 @@ class on_stream_of:
 
 
 class cupy_on_stream_of:
-    """Like `on_stream_of`, and CuPy's array operations inside the block run on that stream as well."""
+    """Like `on_stream_of`; CuPy's operations inside the block run on that stream, in memory of torch's allocator.
 
-    __slots__ = ("_guard", "_stream")
+    For work that is more than a launch. What is made inside leaves by `to_torch` as an ordinary torch tensor.
+    """
+
+    __slots__ = ("_allocator", "_guard", "_stream")
 
     def __init__(self, x: torch.Tensor) -> None:
         self._guard = on_stream_of(x)
 
     def __enter__(self) -> Any:
+        import cupy
+
         self._stream = self._guard.__enter__()
         try:
+            self._allocator = cupy.cuda.using_allocator(_allocate)
+            self._allocator.__enter__()
             return self._stream.__enter__()
         except BaseException:
             self._guard.__exit__()
@@ -142,8 +149,27 @@ class cupy_on_stream_of:
     def __exit__(self, *exc_info: object) -> None:
         try:
             self._stream.__exit__(*exc_info)
+            self._allocator.__exit__(*exc_info)
         finally:
             self._guard.__exit__()
+
+
+def _allocate(size: int) -> Any:
+    """CuPy's allocator interface over torch's allocator, on the current device and torch's current stream."""
+    import cupy
+
+    owner = torch.empty(max(size, 1), dtype=torch.uint8, device="cuda")
+    memory = cupy.cuda.UnownedMemory(owner.data_ptr(), size, owner, owner.get_device())
+    return cupy.cuda.MemoryPointer(memory, 0)
+
+
+def _allocated_here(x: Any) -> torch.Tensor | None:
+    """The torch tensor of which a CuPy array is the memory, if `_allocate` made it and it is contiguous."""
+    owner = getattr(x.data.mem, "_owner", None)
+    if not isinstance(owner, torch.Tensor) or x.size == 0 or not x.flags.c_contiguous:
+        return None
+    begin = x.data.ptr - owner.data_ptr()
+    return owner[begin : begin + x.nbytes].view(getattr(torch, dtype_name(x))).view(x.shape)
 
 
 def contiguous(x: torch.Tensor) -> torch.Tensor:
@@ -208,7 +234,8 @@ def to_torch(x: Any) -> torch.Tensor:
     """A torch tensor on the memory of a NumPy or CuPy array, bfloat16 included.
 
     From CuPy, torch's current stream waits for CuPy's; the array must live until torch's work is done,
-    since CuPy's pool does not know torch's streams. ValueError for memory that torch cannot describe or
+    since CuPy's pool does not know torch's streams (arrays made inside `cupy_on_stream_of` are torch's own
+    memory: no such care). ValueError for memory that torch cannot describe or
     would write through: negative strides, strides that are no multiple of the item size, read-only NumPy
     arrays. TypeError for other libraries and for dtypes that torch does not have.
     """
@@ -221,7 +248,8 @@ def to_torch(x: Any) -> torch.Tensor:
         raise ValueError(f"x: expected strides in whole items of {x.itemsize} bytes, got {x.strides} (copy it first)")
     bits16 = dtype_name(x) == "bfloat16"
     if kind == "cupy":
-        return torch.from_dlpack(x)
+        ours = _allocated_here(x)
+        return torch.from_dlpack(x) if ours is None else ours
     if not x.flags.writeable:
         raise ValueError("x: expected a writeable array, got a read-only one that torch could write (copy it first)")
     return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if bits16 else torch.from_numpy(x)
