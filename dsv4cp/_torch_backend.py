@@ -31,7 +31,7 @@ def choose(
     """
     for tensor in tensors:
         if library(tensor) != "torch":
-            raise TypeError(f"{op}: expected torch tensors, got {type(tensor).__name__}; use dsv4cp.{op} for arrays")
+            raise TypeError(f"{op}: expected torch tensors, got {type(tensor).__name__}; dsv4cp itself takes arrays")
     if backend not in allowed:
         raise ValueError(f"backend: expected one of {', '.join(map(repr, allowed))}, got {backend!r}")
     if backend in ("torch", "sparse_torch"):
