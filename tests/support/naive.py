@@ -117,14 +117,16 @@ def build_indices(
             document = p - local if packed else 0
             row = []
             if images:
-                last = None
-                if packed:
-                    last = document + 1  # the document ends where the next query's segment differs
-                    while last < span and q_positions is None and to_numpy(q_segment_ids)[b, last] == segment:
-                        last += 1
-                left, right = _image_reach(types[b], max_image_tokens, document, last)[p]
+                last = span
+                for n in range(seq_len if packed else 0):  # the document ends where another one's query shows it to
+                    other, its_segment = int(positions[b, n]), int(to_numpy(q_segment_ids)[b, n])
+                    begins = other - int(to_numpy(q_local_positions)[b, n])
+                    if other > p and its_segment != segment:
+                        last = min(last, begins if its_segment != 0 and begins > p else other)
+                inside = 0 <= p < span
+                left, right = _image_reach(types[b], max_image_tokens, document, last)[p] if inside else (0, 0)
                 start = max(p - (w - 1) - max(left - (w - 1), 0), 0)
-                stop = p + right
+                stop = min(p + right, last - 1) if packed else p + right
             else:
                 start, stop = max(p - w + 1, 0), p
             start = max(start, document)
