@@ -19,9 +19,11 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import array_api_compat.torch  # noqa: F401  (loaded here so that torch.compile never meets the import)
 import numpy as np
 import torch
 
+from . import _arrays, _backend
 from ._arrays import dtype_name, library
 
 OPERATORS = torch.library.Library("dsv4", "FRAGMENT")  # the definitions live as long as this object
@@ -59,6 +61,16 @@ def define_op(
 
         OPERATORS.impl(name, differentiable, "Autograd")
     return operator
+
+
+@torch.compiler.assume_constant_result
+def missing(backend: str) -> str | None:
+    """_backend.missing, which torch.compile asks once instead of tracing it: a machine does not change."""
+    return _backend.missing(backend)
+
+
+# Run, not traced, by torch.compile: what it looks up in sys.modules is no part of a graph.
+torch.compiler.assume_constant_result(_arrays._library_of)
 
 
 def below_autograd() -> Any:

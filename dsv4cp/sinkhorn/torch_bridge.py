@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from .. import _backend, _bridge
+from .. import _bridge
 from .._arrays import real_number, whole_number
 from .._torch_backend import choose
 from . import contract, ops, reference
@@ -23,7 +23,7 @@ def kernel_missing() -> str | None:
     """Why this machine cannot run the CUDA kernels of this op, None when it can."""
     if "cuda" not in ops.OFFERED:
         return "this version of dsv4cp has no CUDA kernels for it"
-    return _backend.missing("cuda")
+    return _bridge.missing("cuda")
 
 
 def sinkhorn_normalize_torch(x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
