@@ -6,7 +6,6 @@ library; array_api_compat recognises arrays of libraries that the caller has imp
 
 from __future__ import annotations
 
-import functools
 import operator
 import sys
 from dataclasses import dataclass
@@ -32,22 +31,27 @@ class ArrayFacts:
 
 def library(x: object) -> str | None:
     """Name of the library that made x, or None when x is not an array."""
-    return _library_of(type(x))  # type: ignore[arg-type]  # every class is hashable
+    return _library_of(type(x))
 
 
-@functools.lru_cache(maxsize=256)
 def _library_of(cls: type) -> str | None:
-    """library() of the instances of a class: cached, since every call of the package asks."""
-    for name, kind in (("numpy", "ndarray"), ("numpy", "generic"), ("cupy", "ndarray"), ("torch", "Tensor")):
-        module = sys.modules.get(name)  # a class of a library that nobody imported does not exist
-        if module is not None and issubclass(cls, getattr(module, kind, ())):
-            return name
-    return cls.__module__.partition(".")[0] if hasattr(cls, "__array_namespace__") else None
+    """library() of the instances of a class, found once: every call of the package asks."""
+    if cls not in _LIBRARIES:
+        name = cls.__module__.partition(".")[0] if hasattr(cls, "__array_namespace__") else None
+        for lib, kind in (("numpy", "ndarray"), ("numpy", "generic"), ("cupy", "ndarray"), ("torch", "Tensor")):
+            module = sys.modules.get(lib)  # a class of a library that nobody imported does not exist
+            if module is not None and issubclass(cls, getattr(module, kind, ())):
+                name = lib
+        _LIBRARIES[cls] = name
+    return _LIBRARIES[cls]
+
+
+_LIBRARIES: dict[type, str | None] = {}
 
 
 def _namespace(lib: str, x: Any) -> Any:
     """Array-API namespace of x."""
-    wrapper = sys.modules.get(f"array_api_compat.{lib}") if lib in WRAPPED else None  # a shortcut past 10 us of looking
+    wrapper = getattr(compat, lib, None) if lib in WRAPPED else None  # once loaded: a shortcut past 10 us of looking
     return compat.array_namespace(x) if wrapper is None else wrapper
 
 
@@ -155,20 +159,21 @@ def cast(xp: Any, x: Any, dtype: Any) -> Any:
 
 
 def add_rows(xp: Any, total: Any, ids: Any, values: Any) -> Any:
-    """total[ids[n]] += values[n] in order of n: [R, D] from ids [N] in [0, R) and values [N, D].
+    """total[ids[n]] += values[n] in order of n: [R, D] from ids [N] and values [N, D]; ids outside [0, R) add nothing.
 
     The array API has no scatter-add. The caller owns `total` and uses the returned array in its place:
-    NumPy and CuPy add into it, other libraries return a new one. NumPy and the generic form add in a
-    fixed order; CuPy's atomics do not.
+    NumPy and CuPy add into it, other libraries return a new one. NumPy adds strictly one after another, so
+    any split of the slots into calls gives the same bits; torch on the CPU and the generic form have a
+    fixed order too, CuPy's atomics do not. A NaN reaches no row but its own.
     """
     if total.shape[0] == 0 or ids.shape[0] == 0:
         return total
+    valid = (ids >= 0) & (ids < total.shape[0])
     if compat.is_numpy_array(total):
-        order = np.argsort(ids, kind="stable")
-        ids_sorted = ids[order]
-        starts = np.flatnonzero(np.r_[True, ids_sorted[1:] != ids_sorted[:-1]])
-        total[ids_sorted[starts]] += np.add.reduceat(values[order], starts, axis=0)
+        _add_rows_numpy(total, ids, values, valid)
         return total
+    ids = xp.where(valid, ids, 0)
+    values = xp.where(valid[:, None], values, 0.0)
     if compat.is_cupy_array(total):
         import cupyx
 
@@ -177,5 +182,35 @@ def add_rows(xp: Any, total: Any, ids: Any, values: Any) -> Any:
     if compat.is_torch_array(total):
         return total.index_add(0, ids, values)
     rows = xp.arange(total.shape[0], dtype=ids.dtype, device=compat.device(total))
-    one_hot = xp.astype(rows[:, None] == ids[None, :], values.dtype)
-    return total + one_hot @ values
+    one_hot = xp.astype((rows[:, None] == ids[None, :]) & valid[None, :], values.dtype)
+    finite = xp.isfinite(values)
+    total = total + one_hot @ xp.where(finite, values, 0.0)
+    for special in (xp.inf, -xp.inf, xp.nan):  # products with a one-hot matrix would spread them to every row
+        there = xp.isnan(values) if special != special else values == special
+        total = total + xp.where(one_hot @ xp.astype(there, values.dtype) > 0, special, xp.zeros_like(total))
+    return total
+
+
+def _add_rows_numpy(total: Any, ids: Any, values: Any, valid: Any) -> None:
+    """Runs of slots without a repeated id are added at once, run after run: the order of a loop over slots."""
+    slots = np.flatnonzero(valid)
+    ids = ids[slots]
+    order = np.argsort(ids, kind="stable")
+    same = ids[order[1:]] == ids[order[:-1]]
+    before = np.full(len(ids), -1)  # the slot before n that has the same id
+    before[order[1:][same]] = order[:-1][same]
+    latest = np.maximum.accumulate(before)
+    buffer = np.empty((0, total.shape[1]), total.dtype)
+    first = 0
+    while first < len(ids):
+        last = int(np.searchsorted(latest, first))  # the first slot that repeats an id of this run
+        rows = ids[first:last]
+        if len(buffer) < last - first:
+            buffer = np.empty((last - first, total.shape[1]), total.dtype)
+        run = buffer[: last - first]
+        chosen = slots[first:last]
+        whole = int(chosen[-1]) - int(chosen[0]) == last - first - 1
+        added = values[int(chosen[0]) : int(chosen[-1]) + 1] if whole else values[chosen]
+        np.add(total[rows], added, out=run)
+        total[rows] = run
+        first = last

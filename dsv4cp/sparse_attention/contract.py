@@ -1,0 +1,127 @@
+"""What sparse attention accepts: shapes, dtypes, plans, limits. Metadata only; ids are never looked at."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .._arrays import FLOATS, ID_DTYPES, facts, real_number, require_dtype, require_shape, whole_number
+
+BACKWARD_IMPLS = ("atomic", "deterministic")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Sizes, scale and home of one call; the symbols are those of the docstrings."""
+
+    library: str
+    xp: Any
+    device: Any
+    batch: int  # B
+    queries: int  # S
+    keys: int  # K
+    heads: int  # H
+    dim: int  # D
+    slots: int  # T
+    scale: float
+
+
+def check(q: Any, kv: Any, sinks: Any, topk_idxs: Any, sm_scale: Any, *, plan: Any = None, **flags: Any) -> Spec:
+    """The Spec of a forward call. `flags` are the boolean arguments by name.
+
+    q [B, S, H, D], kv [B, K, D], sinks [H] in any float dtype each; topk_idxs [B, S, T] int32 or int64,
+    None only when a plan is given.
+    """
+    indices = None if plan is None else _plan_field(plan, "indices")
+    if topk_idxs is None and plan is None:
+        raise TypeError("topk_idxs: expected an array of ids (it may be None only when a plan is given)")
+    for name, x in (("q", q), ("kv", kv), ("sinks", sinks)):
+        if x is None:
+            raise TypeError(f"{name}: expected an array, got NoneType")
+    home = facts(q=q, kv=kv, sinks=sinks, topk_idxs=topk_idxs, **{"plan.indices": indices})
+    batch, queries, heads, dim = require_shape("q", q, "B S H D")
+    _, keys, _ = require_shape("kv", kv, "B K D", B=batch, D=dim)
+    require_shape("sinks", sinks, "H", H=heads)
+    for name, x in (("q", q), ("kv", kv), ("sinks", sinks)):
+        require_dtype(name, x, FLOATS)
+    if topk_idxs is None:
+        slots = int(indices.shape[-1])
+    else:
+        slots = require_shape("topk_idxs", topk_idxs, "B S T", B=batch, S=queries)[2]
+        require_dtype("topk_idxs", topk_idxs, ID_DTYPES)
+    for name, flag in flags.items():
+        if not isinstance(flag, (bool, np.bool_)):
+            raise TypeError(f"{name}: expected True or False, got {type(flag).__name__}")
+    scale = real_number("sm_scale", sm_scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"sm_scale: expected a finite number, got {scale}")
+    return Spec(home.library, home.xp, home.device, batch, queries, keys, heads, dim, slots, scale)
+
+
+def check_grad(
+    grad_out: Any,
+    q: Any,
+    kv: Any,
+    sinks: Any,
+    topk_idxs: Any,
+    out: Any,
+    lse: Any,
+    sm_scale: Any,
+    *,
+    backward_impl: Any,
+    backward_workspace_bytes: Any,
+    plan: Any = None,
+    **flags: Any,
+) -> Spec:
+    """The Spec of a gradient call: that of the forward call, with grad_out and out like q and lse [B, S, H]."""
+    spec = check(q, kv, sinks, topk_idxs, sm_scale, plan=plan, **flags)
+    for name, x in (("grad_out", grad_out), ("out", out), ("lse", lse)):
+        if x is None:
+            raise TypeError(f"{name}: expected an array, got NoneType")
+    facts(q=q, grad_out=grad_out, out=out, lse=lse)
+    sizes = {"B": spec.batch, "S": spec.queries, "H": spec.heads, "D": spec.dim}
+    for name, x in (("grad_out", grad_out), ("out", out)):
+        require_shape(name, x, "B S H D", **sizes)
+        require_dtype(name, x, FLOATS)
+    require_shape("lse", lse, "B S H", **sizes)
+    require_dtype("lse", lse, ("float32", "float64"))
+    check_backward(backward_impl, backward_workspace_bytes)
+    return spec
+
+
+def check_backward(backward_impl: Any, backward_workspace_bytes: Any) -> int:
+    """The cap in bytes, once the name of the implementation and the cap are in range."""
+    if backward_impl not in BACKWARD_IMPLS:
+        raise ValueError(f"backward_impl: expected 'atomic' or 'deterministic', got {backward_impl!r}")
+    return whole_number("backward_workspace_bytes", backward_workspace_bytes, minimum=1)
+
+
+def check_workspace(cap: int, minimum: int) -> None:
+    """A cap that one step of the gradient does not fit in is refused, not exceeded."""
+    if cap < minimum:
+        raise ValueError(f"backward_workspace_bytes: expected at least {minimum} for these shapes, got {cap}")
+
+
+def plan_ids(plan: Any, topk_idxs: Any, names: tuple[str, ...], spec: Spec) -> Any:
+    """The ids [B, S, T] to attend to: the plan's where there is one. `names` are the plan backends that fit."""
+    if plan is None:
+        return topk_idxs
+    backend, kv_sequence = _plan_field(plan, "backend"), _plan_field(plan, "kv_sequence")
+    if backend not in names:
+        raise ValueError(f"plan: expected a plan for backend {' or '.join(map(repr, names))}, got one for {backend!r}")
+    if kv_sequence != spec.keys:
+        raise ValueError(f"plan: expected kv_sequence {spec.keys} like kv, got {kv_sequence}")
+    ids = _plan_field(plan, "indices")
+    require_shape("plan.indices", ids, "B S T", B=spec.batch, S=spec.queries, T=spec.slots)
+    require_dtype("plan.indices", ids, ID_DTYPES)
+    return ids
+
+
+def _plan_field(plan: Any, name: str) -> Any:
+    try:
+        return getattr(plan, name)
+    except AttributeError:
+        raise TypeError(f"plan: expected a SparseIndexPlan, got {type(plan).__name__}") from None

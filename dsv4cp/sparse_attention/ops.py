@@ -1,0 +1,163 @@
+"""Sparse attention over selected keys, its gradient, and the dense oracle: the public array functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .._backend import pick
+from . import contract
+
+OFFERED = ("reference",)
+PLANS = {"reference": ("reference",), "cuda": ("cuda",), "cudnn": ("cudnn",)}  # plan names each backend takes
+
+
+def dsv4_sparse_attention(
+    q: Any,
+    kv: Any,
+    sinks: Any,
+    topk_idxs: Any,
+    sm_scale: float,
+    *,
+    backend: str = "auto",
+    reference_rounding: bool = False,
+    all_rows_nonempty: bool = False,
+    plan: Any = None,
+    return_lse: bool = False,
+) -> Any:
+    """Multi-query attention of each query over its own selected key rows, with a sink per head.
+
+        s[b,i,h,t] = sm_scale * q[b,i,h] . kv[b, id[b,i,t]]          for slots t with 0 <= id < K
+        out[b,i,h] = sum_t exp(s_t) kv[b, id_t] / (sum_t exp(s_t) + exp(sink_h))
+        lse[b,i,h] = log sum_t exp(s_t)                              natural log, keys only
+
+    K rows serve as keys and as values. The sink is a logit that only joins the denominator.
+
+    Args:
+        q: [B, S, H, D] float16, bfloat16, float32 or float64.
+        kv: [B, K, D], any of these dtypes; usually q's.
+        sinks: [H], any of these dtypes.
+        topk_idxs: [B, S, T] int32 or int64, ids into kv's rows of the same batch row. A slot outside
+            [0, K) is masked, whatever it holds (-1 by convention), anywhere in the row. A repeated id
+            counts once per slot. May be None when a plan is given; the plan's ids are used then.
+        sm_scale: finite real number on the host.
+        backend: "auto" or "reference".
+        reference_rounding: the arithmetic of DeepSeek's inference code, in which the running maximum starts
+            at -1e30: keys that score lower weigh nothing. Forward only; its lse is not one for the gradient.
+        all_rows_nonempty: the caller's promise that every query has a valid slot. The reference looks at
+            every slot anyway and has nothing to skip.
+        plan: a SparseIndexPlan of plan_dsv4_sparse_indices for this backend and K.
+        return_lse: return (out, lse) instead of out.
+
+    Returns:
+        out [B, S, H, D] in q's dtype, and with return_lse also lse [B, S, H] float32 (float64 when q or kv
+        is float64).
+
+    A query without a valid slot (also T = 0 or K = 0) has out 0 and lse -inf, for any sink. Sink +inf: out
+    0. Sink -inf: no sink. NaN and infinities in rows that a query did not select never reach it; a NaN that
+    it selected makes its output NaN. Arithmetic is float32 (float64 when q or kv is float64): scores, their
+    maximum, the sum of unrounded p; p is rounded to kv's dtype before it is multiplied with the values.
+    Works on chunks of queries: memory beyond inputs and outputs stays under 256 MiB for any B, S and K, and
+    with NumPy the result has the same bits for every chunk size.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype, arrays of different libraries, torch tensors.
+        ValueError: shapes that do not fit, another device, an unknown backend, a scale that is not finite,
+            a plan for another backend or another K.
+        RuntimeError: a backend that cannot run here.
+
+    Source: attention of DeepSeek-V4 (shared key-value rows, sinks, selected ids); written from the definition.
+    """
+    flags = {"reference_rounding": reference_rounding, "all_rows_nonempty": all_rows_nonempty, "return_lse": return_lse}
+    spec = contract.check(q, kv, sinks, topk_idxs, sm_scale, plan=plan, **flags)
+    chosen = pick("dsv4_sparse_attention", backend, spec.library, offered=OFFERED)
+    ids = contract.plan_ids(plan, topk_idxs, PLANS[chosen], spec)
+    match chosen:
+        case _:
+            from . import reference as impl
+    out, lse = impl.forward(q, kv, sinks, ids, spec, reference_rounding=bool(reference_rounding))
+    return (out, lse) if return_lse else out
+
+
+def dsv4_sparse_attention_grad(
+    grad_out: Any,
+    q: Any,
+    kv: Any,
+    sinks: Any,
+    topk_idxs: Any,
+    out: Any,
+    lse: Any,
+    sm_scale: float,
+    *,
+    backend: str = "auto",
+    backward_impl: str = "atomic",
+    backward_workspace_bytes: int = 2 * 1024**3,
+    plan: Any = None,
+    all_rows_nonempty: bool = False,
+) -> tuple[Any, Any, Any]:
+    """Gradient of dsv4_sparse_attention from what the forward call saved: (grad_q, grad_kv, grad_sinks).
+
+        p_t      = exp(s_t - L),  p_sink = exp(sink - L),  L = log(exp(lse) + exp(sink))
+        delta    = grad_out . out
+        ds_t     = p_t (grad_out . kv[id_t] - delta)
+        grad_q   = sm_scale sum_t ds_t kv[id_t]
+        grad_kv[id_t] += sum_h sm_scale ds_t q_h + p_t grad_out_h
+        grad_sinks    -= sum_bi p_sink delta
+
+    Args:
+        grad_out: [B, S, H, D], any float dtype and any strides.
+        q, kv, sinks, topk_idxs, sm_scale, plan, all_rows_nonempty: as in the forward call.
+        out, lse: what the forward call returned with return_lse=True.
+        backend: "auto" or "reference".
+        backward_impl: "atomic" or "deterministic". The reference adds in a fixed order either way, with the
+            same code; on other backends "atomic" is the faster one and not repeatable bit for bit.
+        backward_workspace_bytes: cap on working memory beyond outputs and the float32 sum of grad_kv. A
+            smaller cap means more passes and the same bits; the reference works within 8 MiB on the CPU
+            unless one query alone needs more.
+
+    Returns:
+        grad_q, grad_kv and grad_sinks in the dtypes of q, kv and sinks. grad_kv is summed in float32
+        (float64 when q or kv is float64) in the order of queries and slots, and rounded once.
+
+    A query without a valid slot contributes nothing, whatever grad_out holds there. Sink +inf: every
+    gradient of that head is 0; sink -inf: the gradient of the sink is 0. A key row that nobody selects has
+    gradient exactly 0; a NaN reaches only the rows that the query holding it selected.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as the forward call. ValueError also for an unknown
+            backward_impl and for a cap that one query does not fit in (the message says the minimum).
+
+    Source: derivative of the definition in dsv4_sparse_attention.
+    """
+    spec = contract.check_grad(
+        grad_out, q, kv, sinks, topk_idxs, out, lse, sm_scale,
+        backward_impl=backward_impl, backward_workspace_bytes=backward_workspace_bytes,
+        plan=plan, all_rows_nonempty=all_rows_nonempty,
+    )  # fmt: skip
+    chosen = pick("dsv4_sparse_attention_grad", backend, spec.library, offered=OFFERED)
+    ids = contract.plan_ids(plan, topk_idxs, PLANS[chosen], spec)
+    match chosen:
+        case _:
+            from . import reference as impl
+    return impl.backward(grad_out, q, kv, sinks, ids, out, lse, spec, int(backward_workspace_bytes))
+
+
+def dense_attention_topk(q: Any, kv: Any, sinks: Any, topk_idxs: Any, sm_scale: float) -> Any:
+    """The oracle of dsv4_sparse_attention: scores of every query with every key, weighted by how often it is selected.
+
+        n[b,i,k]   = number of slots t with id[b,i,t] = k
+        out[b,i,h] = sum_k n_k exp(s_k) kv[b,k] / (sum_k n_k exp(s_k) + exp(sink_h)),  s_k = sm_scale * q . kv[b,k]
+
+    Args and dtypes as in dsv4_sparse_attention; [B, S, H, D] in q's dtype comes back. O(S K) work in float32
+    (float64 when q or kv is float64), p never rounded. Masked slots, repeated ids, empty rows and sinks mean
+    what they mean there. A query that selects a row with NaN or infinity gets NaN everywhere.
+
+    Raises:
+        TypeError, ValueError: as dsv4_sparse_attention.
+
+    Source: the same definition, summed over keys instead of slots.
+    """
+    spec = contract.check(q, kv, sinks, topk_idxs, sm_scale)
+    pick("dense_attention_topk", "reference", spec.library, offered=OFFERED)
+    from . import reference as impl
+
+    return impl.dense(q, kv, sinks, topk_idxs, spec)

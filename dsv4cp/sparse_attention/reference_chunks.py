@@ -1,0 +1,101 @@
+"""How the reference splits its work: chunk sizes, and buffers that NumPy reuses from chunk to chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import array_api_compat as compat
+import numpy as np
+
+from .._arrays import cast
+from .contract import Spec
+
+HOST_BYTES = 8 * 2**20  # what one chunk works on stays in a CPU's last-level cache
+DEVICE_BYTES = 128 * 2**20  # elsewhere few large launches are faster
+
+
+def workspace(spec: Spec, dtype: Any) -> int:
+    """Bytes that one query needs in `backward`, temporaries of the equations included."""
+    item = 8 if dtype == spec.xp.float64 else 4
+    per_slot = 3 * spec.dim + 12 * spec.heads + 8
+    per_head = 10 * spec.dim + 16
+    return item * (max(spec.slots, 1) * per_slot + spec.heads * per_head)
+
+
+def query_chunks(
+    spec: Spec, dtype: Any, step: int | None = None, cap: int | None = None, per_query: int | None = None
+) -> Iterator[tuple[int, int, int]]:
+    """(batch row, first query, last query) of each chunk, batch rows one after another."""
+    if step is None:
+        budget = HOST_BYTES if spec.library == "numpy" else DEVICE_BYTES
+        budget = budget if cap is None else min(budget, cap)
+        step = budget // (workspace(spec, dtype) if per_query is None else max(1, 8 * per_query))
+    step = max(1, step)
+    for b in range(spec.batch):
+        for first in range(0, spec.queries, step):
+            yield b, first, min(first + step, spec.queries)
+
+
+def row_chunks(spec: Spec, dtype: Any) -> Iterator[tuple[int, int]]:
+    """(first, last) of blocks of key rows that are rounded at a time."""
+    step = max(1, HOST_BYTES // (8 * max(spec.dim, 1)))
+    for first in range(0, spec.keys, step):
+        yield first, min(first + step, spec.keys)
+
+
+class Scratch:
+    """The two [N, T, D] arrays of a chunk. NumPy writes each chunk into the same memory, which stays in cache."""
+
+    def __init__(self, spec: Spec, dtype: Any) -> None:
+        self.spec, self.dtype = spec, dtype
+        self._buffers: dict[tuple[str, Any], Any] = {}
+
+    def gather(self, kv: Any, ids: Any) -> tuple[Any, Any]:
+        """(rows [N, T, D] with zeros for masked slots, valid [N, T]); T is at least 1."""
+        xp, spec = self.spec.xp, self.spec
+        if spec.slots == 0:
+            ids = xp.full((ids.shape[0], 1), -1, dtype=ids.dtype, device=spec.device)
+        valid = (ids >= 0) & (ids < spec.keys)
+        if spec.keys == 0:
+            return xp.zeros((*ids.shape, spec.dim), dtype=self.dtype, device=spec.device), valid
+        if compat.is_numpy_array(kv):
+            return self._gather_numpy(kv, ids, valid), valid
+        return gather(xp, kv, ids, valid, self.dtype), valid
+
+    def grad_rows(self, a: Any, x: Any) -> Any:
+        """A^T X as [N*T, D] from A [N, 2H, T] and X [N, 2H, D]."""
+        xp = self.spec.xp
+        if not compat.is_numpy_array(a):
+            return xp.reshape(xp.matmul(xp.matrix_transpose(a), x), (-1, x.shape[2]))
+        out = self._buffer("grad_rows", (a.shape[0], a.shape[2], x.shape[2]), a.dtype)
+        return np.matmul(a.swapaxes(1, 2), x, out=out).reshape(-1, x.shape[2])
+
+    def _gather_numpy(self, kv: Any, ids: Any, valid: Any) -> Any:
+        shape = (*ids.shape, kv.shape[1])
+        if not kv.flags.c_contiguous:  # np.take would copy all of kv first
+            taken = kv[np.where(valid, ids, 0)]
+        else:
+            taken = np.take(kv, ids, axis=0, out=self._buffer("taken", shape, kv.dtype), mode="clip")
+        if kv.dtype != self.dtype:
+            rows = self._buffer("rows", shape, self.dtype)
+            rows[...] = taken
+        else:
+            rows = taken
+        rows[~valid] = 0
+        return rows
+
+    def _buffer(self, role: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Memory for `role`, as large as the first chunk, the largest, needed it."""
+        size = int(np.prod(shape))
+        whole = self._buffers.get((role, dtype))
+        if whole is None or whole.size < size:
+            whole = self._buffers[role, dtype] = np.empty(size, dtype)
+        return whole[:size].reshape(shape)
+
+
+def gather(xp: Any, kv: Any, ids: Any, valid: Any, dtype: Any) -> Any:
+    """kv[ids] [N, T, D] from kv [K, D], K > 0; zeros where not valid."""
+    safe = xp.reshape(xp.where(valid, ids, 0), (-1,))
+    rows = xp.reshape(xp.take(kv, safe, axis=0), (*ids.shape, kv.shape[1]))
+    return xp.where(valid[:, :, None], cast(xp, rows, dtype), 0.0)
