@@ -7,6 +7,8 @@ offers it and this machine can run it, else "reference"; it never picks "cudnn".
 
 from __future__ import annotations
 
+import functools
+
 BACKENDS = ("auto", "reference", "cuda", "numba", "cudnn")
 
 
@@ -27,6 +29,7 @@ def missing(backend: str) -> str | None:
     return None
 
 
+@functools.cache  # Python forgets failed imports: without this each call would try again, for seconds
 def _numba_missing() -> str | None:
     try:
         from numba import cuda
@@ -35,6 +38,7 @@ def _numba_missing() -> str | None:
     return None if cuda.is_available() else "Numba sees no CUDA GPU"
 
 
+@functools.cache
 def _cudnn_missing() -> str | None:
     try:
         import cudnn.deepseek_sparse_attention  # noqa: F401

@@ -1,5 +1,6 @@
 """Index building and planning for torch tensors, with the names and signatures of the mirrored module (NeMo
-AutoModel's deepseek_v4.optimized_kernels): the reference run on torch tensors, on any device. Ids have no gradient."""
+AutoModel's deepseek_v4.optimized_kernels): the Numba kernels for CUDA tensors where they can run, else the
+reference run on torch tensors. Ids have no gradient."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ from typing import Any, Literal
 
 import torch
 
-from .. import _backend
+from .. import _bridge
 from .._arrays import library
 from .._plan import SparseIndexPlan
 from .._torch_backend import choose
-from . import contract, ops, reference
+from . import contract, ops, reference, torch_bridge_kernels
 
 # What lays ids out for each backend of dsv4_sparse_attention: every layout is made on every device.
 LAYOUTS = {"torch": "reference", "sparse_torch": "reference", "tilelang": "cuda", "cudnn": "cudnn"}
@@ -21,7 +22,7 @@ def attention_kernel_missing() -> str | None:
     """Why sparse attention's CUDA kernels cannot run on this machine, None when they can."""
     if "cuda" not in ops.ATTENTION_OFFERED:
         return "this version of dsv4cp has no CUDA kernels for sparse attention"
-    return _backend.missing("cuda")
+    return _bridge.missing("cuda")
 
 
 def build_dsv4_sparse_topk_indices(
@@ -73,6 +74,8 @@ def build_dsv4_sparse_topk_indices(
         like=like,
         **arrays,
     )
+    if _by_kernels(spec.device):
+        return torch_bridge_kernels.build(spec, like, arrays)
     return reference.build(spec, **arrays)
 
 
@@ -99,7 +102,14 @@ def plan_dsv4_sparse_indices(
     )
     name = name if backend == "auto" else backend
     spec = contract.check_plan(topk_idxs, kv_sequence, LAYOUTS[name], all_rows_nonempty)
-    return SparseIndexPlan(name, *reference.plan(topk_idxs.detach(), spec), spec.kv_sequence)
+    make = torch_bridge_kernels.plan if _by_kernels(spec.device) else reference.plan
+    indices, topk_length, valid_rows = make(topk_idxs.detach(), spec)
+    return SparseIndexPlan(name, indices, topk_length, valid_rows, spec.kv_sequence)
+
+
+def _by_kernels(device: torch.device) -> bool:
+    """Whether the Numba kernels take tensors of a device."""
+    return device.type == "cuda" and "numba" in ops.OFFERED and _bridge.missing("numba") is None
 
 
 def _moved(x: Any, like: torch.Tensor) -> Any:

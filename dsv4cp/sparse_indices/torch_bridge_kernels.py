@@ -1,0 +1,137 @@
+"""The operators dsv4::build_sparse_indices, dsv4::plan_sparse_indices and dsv4::plan_sparse_indices_cudnn.
+
+On CUDA tensors they run the Numba kernels on torch's current stream, in memory of torch's allocator; on CPU
+tensors the reference, so that a graph captured with them can be run and checked anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from .. import _bridge
+from . import contract, reference
+from .contract import PlanSpec, Spec
+
+ARRAYS = (
+    "attention_mask",
+    "compressed_topk",
+    "q_positions",
+    "vision_token_types",
+    "q_segment_ids",
+    "q_local_positions",
+    "pooled_segment_ids",
+    "pooled_positions",
+)
+
+
+def build(spec: Spec, like: torch.Tensor, arrays: dict[str, Any]) -> torch.Tensor:
+    """reference.build by the operator; like: a tensor on the result's device."""
+    sizes = (spec.batch, spec.queries, spec.keys, spec.window, spec.ratio, spec.pooled, spec.raw_keys)
+    return BUILD(like, *sizes, spec.image_tokens, spec.dtype, *(arrays[name] for name in ARRAYS))
+
+
+def plan(topk_idxs: torch.Tensor, spec: PlanSpec) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """reference.plan by the operators. The host waits only to learn which rows of a cudnn plan are empty."""
+    if spec.layout != "cudnn":
+        return PLAN(topk_idxs, spec.kv_sequence), None, None
+    indices, lengths = PLAN_CUDNN(topk_idxs, spec.kv_sequence)
+    if spec.all_rows_nonempty:
+        return indices, lengths, None
+    valid_rows = lengths.nonzero()[:, 0]
+    return indices, lengths, None if valid_rows.shape[0] == lengths.shape[0] else valid_rows
+
+
+def _checked(like: torch.Tensor, *values: Any) -> tuple[Spec, dict[str, Any]]:
+    """Spec and arrays of the operator's arguments."""
+    names = ("batch_size", "seq_len", "key_len", "window_size", "compress_ratio", "n_pooled", "vanilla_key_len")
+    named = dict(zip((*names, "max_image_tokens", "dtype", *ARRAYS), values, strict=True))
+    return contract.check(like=like, **named), {name: named[name] for name in ARRAYS}
+
+
+def _on_cupy(spec: Any, x: torch.Tensor) -> Any:
+    """The Spec of the same call on CuPy arrays on x's device."""
+    import array_api_compat.cupy as xp
+    import cupy
+
+    return replace(spec, library="cupy", xp=xp, device=cupy.cuda.Device(x.get_device()))
+
+
+def _cuda_build(like: torch.Tensor, *values: Any) -> torch.Tensor:
+    from . import numba_cuda
+
+    spec, arrays = _checked(like, *values)
+    with _bridge.cupy_on_stream_of(like):
+        given = {name: None if x is None else _bridge.to_cupy(x) for name, x in arrays.items()}
+        return _bridge.to_torch(numba_cuda.build(_on_cupy(spec, like), **given))
+
+
+def _cpu_build(like: torch.Tensor, *values: Any) -> torch.Tensor:
+    spec, arrays = _checked(like, *values)
+    return reference.build(spec, **arrays)
+
+
+def _fake_build(like: torch.Tensor, *values: Any) -> torch.Tensor:
+    spec, _ = _checked(like, *values)
+    return like.new_empty((spec.batch, spec.queries, spec.width), dtype=getattr(torch, spec.dtype))
+
+
+def _cuda_plan(topk_idxs: torch.Tensor, kv_sequence: int) -> torch.Tensor:
+    return _cuda_layout(topk_idxs, kv_sequence, "cuda")[0]
+
+
+def _cuda_plan_cudnn(topk_idxs: torch.Tensor, kv_sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
+    indices, lengths, _ = _cuda_layout(topk_idxs, kv_sequence, "cudnn")
+    return indices, lengths
+
+
+def _cuda_layout(topk_idxs: torch.Tensor, kv_sequence: int, layout: str) -> tuple[Any, ...]:
+    from . import numba_cuda
+
+    spec = contract.check_plan(topk_idxs, kv_sequence, layout, True)
+    with _bridge.cupy_on_stream_of(topk_idxs):
+        made = numba_cuda.plan(_bridge.to_cupy(topk_idxs), _on_cupy(spec, topk_idxs))
+        return tuple(None if x is None else _bridge.to_torch(x) for x in made)
+
+
+def _cpu_plan(topk_idxs: torch.Tensor, kv_sequence: int) -> torch.Tensor:
+    return reference.plan(topk_idxs, contract.check_plan(topk_idxs, kv_sequence, "cuda"))[0]
+
+
+def _cpu_plan_cudnn(topk_idxs: torch.Tensor, kv_sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
+    indices, lengths, _ = reference.plan(topk_idxs, contract.check_plan(topk_idxs, kv_sequence, "cudnn", True))
+    return indices, lengths
+
+
+def _fake_plan(topk_idxs: torch.Tensor, kv_sequence: int) -> torch.Tensor:
+    spec = contract.check_plan(topk_idxs, kv_sequence, "cuda")
+    return topk_idxs.new_empty((spec.batch, spec.queries, spec.slots), dtype=torch.int32)
+
+
+def _fake_plan_cudnn(topk_idxs: torch.Tensor, kv_sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
+    spec = contract.check_plan(topk_idxs, kv_sequence, "cudnn", True)
+    rows = spec.batch * spec.queries
+    indices = topk_idxs.new_empty((rows, 1, spec.padded_slots), dtype=torch.int32)
+    return indices, topk_idxs.new_empty((rows,), dtype=torch.int32)
+
+
+BUILD = _bridge.define_op(
+    "build_sparse_indices(Tensor like, SymInt batch_size, SymInt seq_len, SymInt key_len, SymInt window_size, "
+    "SymInt compress_ratio, SymInt n_pooled, SymInt vanilla_key_len, SymInt max_image_tokens, str dtype, "
+    + ", ".join(f"Tensor? {name}" for name in ARRAYS)
+    + ") -> Tensor",
+    kernels={"CUDA": _cuda_build, "CPU": _cpu_build},
+    fake=_fake_build,
+)
+PLAN = _bridge.define_op(
+    "plan_sparse_indices(Tensor topk_idxs, SymInt kv_sequence) -> Tensor",
+    kernels={"CUDA": _cuda_plan, "CPU": _cpu_plan},
+    fake=_fake_plan,
+)
+PLAN_CUDNN = _bridge.define_op(
+    "plan_sparse_indices_cudnn(Tensor topk_idxs, SymInt kv_sequence) -> (Tensor, Tensor)",
+    kernels={"CUDA": _cuda_plan_cudnn, "CPU": _cpu_plan_cudnn},
+    fake=_fake_plan_cudnn,
+)
