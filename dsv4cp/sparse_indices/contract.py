@@ -11,7 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import FLOATS, ID_DTYPES, INTEGERS, dtype_name, facts, require_dtype, require_shape, whole_number
+from .._arrays import (
+    FLOATS,
+    ID_DTYPES,
+    INTEGERS,
+    ArrayFacts,
+    dtype_name,
+    facts,
+    require_dtype,
+    require_shape,
+    whole_number,
+)
 
 LAYOUTS = ("reference", "cuda", "cudnn")
 
@@ -180,23 +190,32 @@ def check(
 
 
 def check_plan(topk_idxs: Any, kv_sequence: Any, layout: Any, all_rows_nonempty: Any = False) -> PlanSpec:
-    """The PlanSpec of a plan ("reference", "cuda", "cudnn") or of flatten_sparse_indices ("flat")."""
+    """The PlanSpec of a plan of one of LAYOUTS."""
     shared = facts(topk_idxs=topk_idxs)
-    require_dtype("topk_idxs", topk_idxs, INTEGERS)
-    batch, queries, slots = require_shape("topk_idxs", topk_idxs, "B S T")
-    keys = whole_number("kv_sequence", kv_sequence, maximum=LARGEST_SIZE)
-    if layout not in (*LAYOUTS, "flat"):
+    if layout not in LAYOUTS:
         raise ValueError(f"backend: expected one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
     if not isinstance(all_rows_nonempty, (bool, np.bool_)):
         raise TypeError(f"all_rows_nonempty: expected a bool, got {type(all_rows_nonempty).__name__}")
+    return _plan_spec(topk_idxs, kv_sequence, layout, bool(all_rows_nonempty), shared)
+
+
+def check_flatten(topk_idxs: Any, kv_sequence: Any) -> PlanSpec:
+    """The PlanSpec of flatten_sparse_indices."""
+    return _plan_spec(topk_idxs, kv_sequence, "flat", False, facts(topk_idxs=topk_idxs))
+
+
+def _plan_spec(
+    topk_idxs: Any, kv_sequence: Any, layout: str, all_rows_nonempty: bool, shared: ArrayFacts
+) -> PlanSpec:
+    """The checks that plans and flat ids share, and their Spec."""
+    require_dtype("topk_idxs", topk_idxs, INTEGERS)
+    batch, queries, slots = require_shape("topk_idxs", topk_idxs, "B S T")
+    keys = _size("kv_sequence", kv_sequence)
     if layout in ("reference", "cuda") and keys > INT32_COUNT:
         raise ValueError(f"kv_sequence: expected at most {INT32_COUNT} (int32 ids), got {keys}")
-    limit = INT32_COUNT if layout == "cudnn" else 2**63
+    limit, kind = (INT32_COUNT, "int32") if layout == "cudnn" else (2**63, "int64")
     if layout in ("cudnn", "flat") and batch * keys > limit:
-        raise ValueError(
-            f"kv_sequence: expected B*kv_sequence of at most {limit} (flat ids are "
-            f"{'int32' if layout == 'cudnn' else 'int64'}), got {batch}*{keys}"
-        )
+        raise ValueError(f"kv_sequence: expected B*kv_sequence of at most {limit} ({kind} ids), got {batch}*{keys}")
     blocks = max(1, -(-slots // CUDNN_SLOT_MULTIPLE))
     return PlanSpec(
         batch=batch,
@@ -205,7 +224,7 @@ def check_plan(topk_idxs: Any, kv_sequence: Any, layout: Any, all_rows_nonempty:
         kv_sequence=keys,
         layout=layout,
         padded_slots=blocks * CUDNN_SLOT_MULTIPLE,
-        all_rows_nonempty=bool(all_rows_nonempty),
+        all_rows_nonempty=all_rows_nonempty,
         library=shared.library,
         xp=shared.xp,
         device=shared.device,

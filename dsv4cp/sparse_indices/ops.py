@@ -194,7 +194,7 @@ def flatten_sparse_indices(topk_idxs: Any, kv_sequence: int) -> Any:
 
     Source: the step between the ids and the cudnn layout of plan_dsv4_sparse_indices.
     """
-    spec = contract.check_plan(topk_idxs, kv_sequence, "flat")
+    spec = contract.check_flatten(topk_idxs, kv_sequence)
     match pick("flatten_sparse_indices", "auto", spec.library, offered=OFFERED):
         case _:
             from . import reference as impl

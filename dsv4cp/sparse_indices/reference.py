@@ -112,5 +112,6 @@ def _unmasked(spec: Spec, ids: Any, attention_mask: Any, b: slice, s: slice) -> 
     batch = max(mask.shape[0], ids.shape[0])
     mask, ids = (xp.broadcast_to(x, (batch, *x.shape[1:])) for x in (mask, ids))
     at = cast(xp, xp.where(ids < 0, xp.zeros_like(ids), ids), xp.int64)
-    hidden = xp.take_along_axis(mask, at, axis=-1) < 0
+    values = xp.take_along_axis(mask, at, axis=-1)
+    hidden = xp.where(xp.isnan(values), xp.zeros_like(values), values) < 0  # ml_dtypes warns where NaN is compared
     return xp.where(hidden, xp.full_like(ids, -1), ids)
