@@ -1,0 +1,230 @@
+"""Public functions of the lightning indexer. Array arguments are NumPy, CuPy or array-API arrays of one library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .._backend import pick
+from . import contract
+
+OFFERED = ("reference",)
+
+
+def dsv4_indexer_scores(
+    q: Any,
+    pooled_kv: Any,
+    weights: Any,
+    *,
+    compress_ratio: int,
+    softmax_scale: float,
+    backend: str = "auto",
+    query_start: int = 0,
+    query_total_len: int | None = None,
+) -> Any:
+    """score[b, i, j] = sum_h relu(q[b, i, h] . k[b, j]) * softmax_scale * w[b, i, h], -inf where j is not finished yet.
+
+    Entry j stands for the tokens j*R .. j*R + R - 1; query i (global position query_start + i) sees it once all of
+    them are there: j < (query_start + i + 1) // R. Every backend masks the others to -inf.
+
+    q: [B, S, I, E]; pooled_kv: [B, P, E]; weights: [B, S, I]; each bfloat16, float16, float32 or float64.
+    compress_ratio: R >= 1. query_start: position of the first query (context parallel).
+    query_total_len: length of the whole sequence, at least query_start + S (the default); only checked, the causal
+    rule does not need it.
+
+    Returns [B, S, P], float32 (float64 if any input is float64), accumulated in that dtype. The bits of a score do
+    not depend on the batch or on how many queries come along. P may exceed what the sequence has finished; zero
+    lengths are fine. NaN and inf follow the equation (relu keeps NaN) for visible entries and never leave invisible
+    ones. Raises TypeError (kind, dtype, library), ValueError (shape, range, device), RuntimeError (a backend that
+    cannot run). Source: the index score of DeepSeek-V4's compressed sparse attention, masked as in the kernels
+    behind NeMo AutoModel's deepseek_v4.optimized_kernels.
+    """
+    spec = contract.check_scores(q, pooled_kv, weights, compress_ratio, softmax_scale, query_start, query_total_len)
+    match pick("dsv4_indexer_scores", backend, spec.library, offered=OFFERED):
+        case _:
+            from . import reference as impl
+    return impl.scores(q, pooled_kv, weights, spec)
+
+
+def dsv4_indexer_scores_grad(
+    grad_scores: Any,
+    q: Any,
+    pooled_kv: Any,
+    weights: Any,
+    *,
+    compress_ratio: int,
+    softmax_scale: float,
+    backend: str = "auto",
+    query_start: int = 0,
+    query_total_len: int | None = None,
+) -> tuple[Any, Any, Any]:
+    """(grad_q, grad_pooled_kv, grad_weights) of dsv4_indexer_scores, given grad_scores g [B, S, P] of any float dtype.
+
+    With logit = q_h . k_j and sums over visible pairs only (g is ignored elsewhere, NaN included):
+        grad_q[i, h] = scale w[i, h] sum_j [logit > 0] g[i, j] k[j]
+        grad_k[j]    = scale sum_i sum_h [logit > 0] g[i, j] w[i, h] q[i, h]
+        grad_w[i, h] = scale sum_j relu(logit) g[i, j]
+
+    Each gradient has the shape and dtype of its input; sums run in float32 (float64 if any input is float64) and are
+    rounded once. A query that sees nothing and an entry that nobody sees get 0. NaN or inf in an entry reaches no
+    query that does not see it, and the other way round; where it is seen, the affected gradients are NaN.
+    Other arguments and errors as in dsv4_indexer_scores.
+    """
+    spec = contract.check_scores_grad(
+        grad_scores, q, pooled_kv, weights, compress_ratio, softmax_scale, query_start, query_total_len
+    )
+    match pick("dsv4_indexer_scores_grad", backend, spec.library, offered=OFFERED):
+        case _:
+            from . import reference as impl
+    return impl.scores_grad(grad_scores, q, pooled_kv, weights, spec)
+
+
+def dsv4_indexer_topk_scores(
+    q: Any,
+    pooled_kv: Any,
+    weights: Any,
+    topk_indices: Any,
+    *,
+    compress_ratio: int,
+    softmax_scale: float,
+    backend: str = "auto",
+) -> Any:
+    """score[b, i, t] = sum_h relu(q[b, i, h] . k[b, id]) * softmax_scale * w[b, i, h] with id = topk_indices[b, i, t].
+
+    -inf where an id is -1 or otherwise outside [0, P). The ids decide what is seen: there is no causal mask
+    (compress_ratio is checked and part of the mirrored signature, but changes nothing). Ids may repeat and come in
+    any order.
+
+    q: [B, S, I, E]; pooled_kv: [B, P, E]; weights: [B, S, I]; each bfloat16, float16, float32 or float64.
+    topk_indices: [B, S, T] int32 or int64.
+
+    Returns [B, S, T], float32 (float64 if any input is float64). Only the named rows of pooled_kv are read, in chunks
+    of bounded memory (256 MiB at most beyond inputs and result, for any S): NaN or inf in other rows reaches nothing.
+    Errors as in dsv4_indexer_scores.
+    """
+    spec = contract.check_topk_scores(q, pooled_kv, weights, topk_indices, compress_ratio, softmax_scale)
+    match pick("dsv4_indexer_topk_scores", backend, spec.library, offered=OFFERED):
+        case _:
+            from . import reference as impl
+    return impl.topk_scores(q, pooled_kv, weights, topk_indices, spec)
+
+
+def dsv4_indexer_topk_scores_grad(
+    grad_scores: Any,
+    q: Any,
+    pooled_kv: Any,
+    weights: Any,
+    topk_indices: Any,
+    *,
+    compress_ratio: int,
+    softmax_scale: float,
+    backend: str = "auto",
+) -> tuple[Any, Any, Any]:
+    """(grad_q, grad_pooled_kv, grad_weights) of dsv4_indexer_topk_scores, given grad_scores g [B, S, T].
+
+    The sums of dsv4_indexer_scores_grad over the slots with an id in [0, P); g is ignored in the other slots, NaN
+    included. A repeated id counts once per slot. relu has gradient 1 where logit > 0, else 0. Rows that nobody
+    selects and queries without a valid slot get 0.
+
+    Each gradient has the shape and dtype of its input; grad_pooled_kv is accumulated in float32 (float64 if any input
+    is float64) and rounded once. Memory and errors as in dsv4_indexer_topk_scores.
+    """
+    spec = contract.check_topk_scores_grad(
+        grad_scores, q, pooled_kv, weights, topk_indices, compress_ratio, softmax_scale
+    )
+    match pick("dsv4_indexer_topk_scores_grad", backend, spec.library, offered=OFFERED):
+        case _:
+            from . import reference as impl
+    return impl.topk_scores_grad(grad_scores, q, pooled_kv, weights, topk_indices, spec)
+
+
+def extract_indexer_topk_scores(logits: Any, topk_indices: Any, *, backend: str = "auto") -> Any:
+    """out[..., t] = logits[..., topk_indices[..., t]], -inf where an id is -1 or otherwise outside [0, P).
+
+    logits: [..., P], any float dtype; topk_indices: [..., T] int32 or int64 with the same leading axes.
+    Returns [..., T] in logits' dtype. Only the named scores are read. P = 0 gives -inf everywhere.
+    Errors as in dsv4_indexer_scores.
+    """
+    spec = contract.check_extract(logits, topk_indices)
+    match pick("extract_indexer_topk_scores", backend, spec.library, offered=OFFERED):
+        case _:
+            from . import reference as impl
+    return impl.extract(logits, topk_indices, spec)
+
+
+def dsv4_indexer_topk(
+    q: Any,
+    pooled_kv: Any,
+    weights: Any,
+    topk: int,
+    *,
+    compress_ratio: int,
+    softmax_scale: float,
+    backend: str = "auto",
+    query_start: int = 0,
+    query_total_len: int | None = None,
+    order: str = "id",
+    return_scores: bool = False,
+    q_segment_ids: Any = None,
+    q_local_positions: Any = None,
+    pooled_segment_ids: Any = None,
+    pooled_positions: Any = None,
+) -> Any:
+    """ids[b, i] = the `topk` visible entries with the largest dsv4_indexer_scores, without the [S, P] matrix.
+
+    Exact: larger score first, then smaller id; -0.0 ties with +0.0; +inf comes first; NaN and -inf (invisible entries
+    included) are never chosen. A row with fewer usable entries ends in -1; the width is `topk` even where P < topk.
+    order: "id" (canonical) lists the chosen ids ascending, "score" best first; -1 last in both.
+
+    q, pooled_kv, weights, compress_ratio, softmax_scale, query_start, query_total_len: as in dsv4_indexer_scores.
+    Packed documents: q_segment_ids, q_local_positions [B, S] and pooled_segment_ids, pooled_positions [B, P] (int32 or
+    int64; all four or none) replace the causal rule and query_start: a query sees entry j iff the segments match, are
+    not 0 (padding), and pooled_positions[j] < (q_local_positions[i] + 1) // R. Positions count from the start of the
+    document, those of entries in groups of R tokens.
+
+    Returns int32 [B, S, topk]; with return_scores=True (ids, scores), scores float32 (float64 if any input is
+    float64), -inf where the id is -1. The same bits whatever the batch or the chunking; at most 256 MiB beyond inputs
+    and result for any S (P up to 262144). Not differentiable: dsv4_indexer_topk_scores gives the chosen scores a
+    gradient. Errors as in dsv4_indexer_scores.
+    """
+    documents = {
+        "q_segment_ids": q_segment_ids,
+        "q_local_positions": q_local_positions,
+        "pooled_segment_ids": pooled_segment_ids,
+        "pooled_positions": pooled_positions,
+    }
+    spec = contract.check_topk(
+        q,
+        pooled_kv,
+        weights,
+        topk,
+        compress_ratio,
+        softmax_scale,
+        query_start,
+        query_total_len,
+        order,
+        return_scores,
+        documents,
+    )
+    match pick("dsv4_indexer_topk", backend, spec.library, offered=OFFERED):
+        case _:
+            from . import selection as impl
+    return impl.topk(q, pooled_kv, weights, tuple(documents.values()), spec)
+
+
+def select_indexer_topk(
+    scores: Any, topk: int, *, order: str = "id", return_scores: bool = False, backend: str = "auto"
+) -> Any:
+    """ids[...] = the `topk` largest of scores[..., P]: the selection of dsv4_indexer_topk over given scores.
+
+    Larger score first, then smaller id; -0.0 ties with +0.0; +inf comes first; NaN and -inf are never chosen. A row
+    with fewer usable entries ends in -1; the width is `topk` even where P < topk, and P = 0 or topk = 0 are fine.
+    order: "id" lists the chosen ids ascending, "score" best first (ties: smaller id first); -1 last in both.
+
+    scores: [..., P], any float dtype. Returns int32 [..., topk]; with return_scores=True (ids, values), values float32
+    (float64 for float64 scores), -inf where the id is -1. Errors as in dsv4_indexer_scores.
+    """
+    spec = contract.check_select(scores, topk, order, return_scores)
+    match pick("select_indexer_topk", backend, spec.library, offered=OFFERED):
+        case _:
+            from . import selection as impl
+    return impl.select(scores, spec)

@@ -1,0 +1,118 @@
+"""The indexer for torch tensors, with the names and signatures of the mirrored module (NeMo AutoModel's
+deepseek_v4.optimized_kernels): the reference equations run on torch tensors and differentiated by torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import array_api_compat.torch as xp
+import torch
+
+from .._arrays import cast
+from .._torch_backend import choose
+from . import contract, reference
+
+Dsv4IndexerBackend = Literal["torch", "tilelang", "auto"]
+BACKENDS = ("torch", "tilelang", "auto")
+KERNEL_MISSING = "this version of dsv4cp has no CUDA kernels for the indexer"
+
+
+def kernel_missing() -> str | None:
+    """Why the indexer's CUDA kernels cannot run on this machine, None when they can."""
+    return KERNEL_MISSING
+
+
+def indexer_scores_torch(
+    q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor, softmax_scale: float
+) -> torch.Tensor:
+    """score[b, i, j] = sum_h relu(q[b, i, h] . k[b, j]) * softmax_scale * w[b, i, h], without a causal mask.
+
+    q [B, S, I, E], pooled_kv [B, P, E], weights [B, S, I] -> float32 [B, S, P] (float64 if any input is);
+    differentiable, twice too; the gradient of relu at 0 is 0.
+    """
+    choose("indexer_scores_torch", "torch", (q, pooled_kv, weights), allowed=BACKENDS, kernel_missing=None)
+    spec = contract.check_scores(q, pooled_kv, weights, 1, softmax_scale)
+    q, pooled_kv, weights = (cast(xp, x, spec.compute) for x in (q, pooled_kv, weights))
+    return reference.dense_scores(xp, q, pooled_kv[:, None, ...], weights, spec.softmax_scale)
+
+
+def extract_indexer_topk_scores_torch(logits: torch.Tensor, topk_indices: torch.Tensor) -> torch.Tensor:
+    """logits[..., topk_indices]: [..., P], [..., T] -> [..., T], -inf where an id is outside [0, P)."""
+    choose("extract_indexer_topk_scores_torch", "torch", (logits, topk_indices), allowed=BACKENDS, kernel_missing=None)
+    return reference.extract(logits, topk_indices, contract.check_extract(logits, topk_indices))
+
+
+def dsv4_indexer_scores(
+    q: torch.Tensor,
+    pooled_kv: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    compress_ratio: int,
+    softmax_scale: float,
+    backend: Dsv4IndexerBackend,
+    query_start: int = 0,
+    query_total_len: int | None = None,
+) -> torch.Tensor:
+    """Scores of every entry: see indexer_scores_torch for shapes.
+
+    "torch" leaves them unmasked, as the mirrored module does; "tilelang" (the CUDA kernels) gives -inf where
+    j >= (query_start + i + 1) // compress_ratio. "auto" takes the kernels for CUDA bfloat16 tensors where
+    they can run, else "torch". query_total_len: length of the whole sequence, at least query_start + S.
+    """
+    choose(
+        "dsv4_indexer_scores",
+        backend,
+        (q, pooled_kv),
+        allowed=BACKENDS,
+        kernel_missing=kernel_missing(),
+        require_bf16=True,
+    )
+    contract.check_scores(q, pooled_kv, weights, compress_ratio, softmax_scale, query_start, query_total_len)
+    return indexer_scores_torch(q, pooled_kv, weights, softmax_scale)
+
+
+def dsv4_indexer_topk_scores(
+    q: torch.Tensor,
+    pooled_kv: torch.Tensor,
+    weights: torch.Tensor,
+    topk_indices: torch.Tensor,
+    *,
+    compress_ratio: int,
+    softmax_scale: float,
+    backend: Dsv4IndexerBackend,
+) -> torch.Tensor:
+    """Scores at the ids of topk_indices [B, S, T] (int32 or int64), -inf where an id is outside [0, P).
+
+    Only the named rows of pooled_kv are read and only they get a gradient; a repeated id adds once per slot.
+    """
+    choose(
+        "dsv4_indexer_topk_scores",
+        backend,
+        (q, pooled_kv),
+        allowed=BACKENDS,
+        kernel_missing=kernel_missing(),
+        require_bf16=True,
+    )
+    spec = contract.check_topk_scores(q, pooled_kv, weights, topk_indices, compress_ratio, softmax_scale)
+    return _topk_scores_torch(q, pooled_kv, weights, topk_indices, spec)
+
+
+def _topk_scores_torch(
+    q: torch.Tensor,
+    pooled_kv: torch.Tensor,
+    weights: torch.Tensor,
+    topk_indices: torch.Tensor,
+    spec: contract.SlotsSpec,
+) -> torch.Tensor:
+    """The reference with every (row, query) pair as one query, ids counted over all rows' entries."""
+    valid = (topk_indices >= 0) & (topk_indices < spec.entries)
+    row_starts = torch.arange(spec.batch, device=q.device)[:, None, None] * spec.entries
+    ids = torch.where(valid, topk_indices + row_starts, -1).reshape(-1, spec.slots)
+    valid = valid.reshape(-1, spec.slots)
+    q, weights = (cast(xp, x, spec.compute).flatten(0, 1) for x in (q, weights))
+    pooled_kv = pooled_kv.flatten(0, 1)
+    if pooled_kv.shape[0] == 0:  # a row to point at, so that the result still belongs to the autograd graph
+        pooled_kv = torch.cat([pooled_kv, pooled_kv.new_zeros(1, spec.index_dim)])
+    rows = reference.select_rows(xp, pooled_kv, ids, valid, spec.compute)
+    scores = reference.selected_scores(xp, q, rows, valid, weights, spec.softmax_scale)
+    return scores.reshape(topk_indices.shape)
