@@ -16,6 +16,7 @@ SLICES = ("indexer", "sinkhorn", "sparse_attention", "sparse_indices")
 OTHER_FOLDERS = ("commands",)
 ROLES = ("contract", "ops", "reference", "torch_bridge")
 OPTIONAL_ROLES = ("cuda", "numba_cuda", "cudnn")
+PARTS = {"indexer": ("selection",)}  # a phase that is an op of its own there
 PYTHON_LINES, CUDA_LINES = 320, 600
 MAY_IMPORT_TORCH = ("torch_ops", "torch_bridge", "_bridge", "_torch_backend")
 GPU_LIBRARIES = ("cupy", "cupyx", "cuda", "cudnn", "numba", "torch")
@@ -96,7 +97,7 @@ def torch_stays_in_its_files(tree: Path) -> list[str]:
     found = []
     for path in python_files(tree):
         bench = path.parent.name == "commands" and path.stem.startswith("bench")
-        if path.stem in MAY_IMPORT_TORCH or bench:
+        if path.stem.startswith(MAY_IMPORT_TORCH) or bench:
             continue
         for name, node in imports(tree, path):
             if inside(name, "torch") or inside(name, "array_api_compat.torch"):
@@ -206,7 +207,7 @@ def slices_have_their_roles(tree: Path) -> list[str]:
         found += [
             f"dsv4cp/{name}/{stem}.py: begins with no role"
             for stem in stems
-            if stem != "__init__" and not stem.lstrip("_").startswith((*ROLES, *OPTIONAL_ROLES))
+            if stem != "__init__" and not stem.lstrip("_").startswith((*ROLES, *OPTIONAL_ROLES, *PARTS.get(name, ())))
         ]
         init = folder / "__init__.py"
         if init.exists():

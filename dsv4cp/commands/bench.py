@@ -1,0 +1,91 @@
+"""Measure the ops on this machine; --record writes the rows with the machine they were measured on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from . import machine
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The benchmark's options."""
+    parser.add_argument("--cpu", action="store_true", help="the host: NumPy beside a plain torch reference")
+    parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
+    parser.add_argument("--repeats", type=int, default=7, metavar="N", help="timed calls a row (default 7)")
+    parser.add_argument("--record", metavar="FILE.json", help="write device, driver, versions, commit and all rows")
+
+
+def run(options: argparse.Namespace) -> int:
+    """0 when everything was measured, 1 when results disagree, 2 when it cannot run."""
+    error = Console(stderr=True, soft_wrap=True, markup=False, highlight=False, style="red")
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    if options.repeats < 1:
+        error.print(f"bench: --repeats: expected an integer of at least 1, got {options.repeats}")
+        return 2
+    if options.record and not Path(options.record).resolve().parent.is_dir():
+        error.print(f"bench: --record: there is no folder {Path(options.record).resolve().parent}")
+        return 2
+    if not options.cpu:
+        error.print("bench: this version measures the host only; call it with --cpu")
+        return 2
+    from . import bench_cpu
+
+    for line in bench_cpu.about():
+        console.print(line)
+    measured = bench_cpu.rows(tiny=options.tiny, repeats=options.repeats, say=lambda text: print(text, file=sys.stderr))
+    rows = list(measured)
+    for size in dict.fromkeys(row["size"] for row in rows):
+        console.print(f"\n{size}")
+        console.print(table([row for row in rows if row["size"] == size]))
+    if options.record:
+        Path(options.record).write_text(json.dumps(record(rows), indent=2) + "\n", encoding="utf-8")
+        console.print(f"wrote {options.record}")
+    wrong = [row for row in rows if row.get("error", 0.0) > row.get("error_limit", float("inf"))]
+    for row in wrong:
+        error.print(f"{row['case']}: differs by {row['error']:.2g}, at most {row['error_limit']:g}")
+    return 1 if wrong else 0
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """One line a row of the same size; a column only where some row has something to say."""
+    columns: dict[str, tuple[str, Callable[[Any], str]]] = {
+        "case": ("case", str),
+        "implementation": ("by", str),
+        "ms": ("ms", "{:.1f}".format),
+        "peak_mib": ("peak MiB", "{:.0f}".format),
+        "ratio": ("speed-up", "{:.2f}".format),
+        "error": ("differs", "{:.1e}".format),
+    }
+    shown = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    used = [key for key in columns if any(key in row for row in rows)]
+    for key in used:
+        words = key in ("case", "implementation")
+        shown.add_column(columns[key][0], justify="left" if words else "right", no_wrap=True)
+    for row in rows:
+        shown.add_row(*(columns[key][1](row[key]) if key in row else "" for key in used))
+    return shown
+
+
+def record(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Everything that someone needs to judge the numbers later."""
+    gpu = machine.gpu()
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENBLAS_CORETYPE", "MKL_NUM_THREADS")
+    return {
+        "host": machine.host(),
+        "device": gpu,
+        "driver": gpu and gpu["driver"],
+        "versions": machine.versions(),
+        "commit": machine.commit(),
+        "environment": {name: os.environ[name] for name in names if name in os.environ},
+        "rows": rows,
+    }

@@ -1,0 +1,108 @@
+"""Print what is installed, the GPU, and for each op which backends would run and why the others would not."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Iterator
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from .._backend import BACKENDS, missing
+from . import machine
+
+SLICES = ("sinkhorn", "sparse_indices", "sparse_attention", "indexer")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The doctor asks for nothing."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Always 0: what is missing is told, not judged."""
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console.print("Installed")
+    for name, version in machine.versions().items():
+        console.print(f"  {name:22} {version or 'not installed'}")
+    console.print("\nMachine")
+    for name, value in machine.host().items():
+        console.print(f"  {name:22} {value}")
+    gpu = machine.gpu()
+    console.print("\nGPU" if gpu else f"\nGPU: none ({missing('cuda')})")
+    for name, value in (gpu or {}).items():
+        console.print(f"  {name:22} {value}")
+    for warning in warnings():
+        console.print(f"\nWarning: {warning}")
+    console.print("\nOps and backends")
+    console.print(ops_table())
+    console.print('"-": this version has no such backend for the op. "auto" takes the reference for NumPy arrays.')
+    reasons = unavailable()
+    if reasons:
+        console.print("\nWhat cannot run on this machine, and why")
+    for name, reason in reasons:
+        console.print(f"  {name:22} {reason}")
+    return 0
+
+
+def ops() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Every public function with the backends that this version offers for it."""
+    for name in SLICES:
+        module = importlib.import_module(f"dsv4cp.{name}.ops")
+        for function, value in vars(module).items():
+            if inspect.isfunction(value) and value.__module__ == module.__name__ and not function.startswith("_"):
+                if "backend" in inspect.signature(value).parameters:
+                    yield function, module.OFFERED
+
+
+def state(backend: str, offered: tuple[str, ...]) -> str:
+    """"runs", "cannot" where this machine lacks something, "-" where this version has no such backend for the op."""
+    if backend not in offered:
+        return "-"
+    return "runs" if missing(backend) is None else "cannot"
+
+
+def auto(offered: tuple[str, ...]) -> str:
+    """What "auto" takes for CuPy arrays on this machine."""
+    if missing("cuda") is not None:
+        return "-"
+    return next((name for name in ("cuda", "numba") if name in offered and missing(name) is None), "reference")
+
+
+def ops_table() -> Table:
+    """One line an op."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("op", *BACKENDS[1:], "auto, CuPy"):
+        table.add_column(name, no_wrap=True)
+    for op, offered in ops():
+        table.add_row(op, *(state(b, offered) for b in BACKENDS[1:]), auto(offered))
+    return table
+
+
+def unavailable() -> list[tuple[str, str]]:
+    """(backend, why this machine cannot run it), and the torch surface."""
+    found = [(name, reason) for name in BACKENDS[1:] if (reason := missing(name)) is not None]
+    if importlib.util.find_spec("torch") is None:
+        found.append(("dsv4cp.torch_ops", "torch is not installed; install dsv4cp[torch]"))
+    return found
+
+
+def warnings() -> list[str]:
+    """Combinations that are known not to work."""
+    found = []
+    have = machine.versions()
+    numpy, numba_cuda = have["numpy"], have["numba-cuda"]
+    if numpy and numba_cuda and tuple(map(int, numpy.split(".")[:2])) >= (2, 5):
+        try:
+            from numba import cuda  # noqa: F401
+        except Exception as error:  # AttributeError: numpy.row_stack is gone
+            found.append(
+                f"NumPy {numpy} and numba-cuda {numba_cuda} clash ({type(error).__name__}: {error}): the numba backend "
+                'cannot run and "auto" does without it; install "numpy<2.5" beside numba-cuda'
+            )
+    if have["cupy"] is not None and have["ml_dtypes"] is None:
+        found.append("bfloat16 CuPy arrays need ml_dtypes; install dsv4cp[cuda13] or dsv4cp[cuda12]")
+    return found
