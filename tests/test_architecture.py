@@ -81,7 +81,7 @@ BAD = [
     (rules.kernels_are_named_after_slices, "kernels_cu/sinkhorn/forward.cu", "", "sinkhorn"),
     (rules.public_names_are_documented, "dsv4cp/sinkhorn/ops.py", "def f(x: int) -> int:\n    pass\n", "equation"),
     (rules.public_names_are_documented, "dsv4cp/sinkhorn/ops.py", OP_A.replace("y = 2 x", "it"), "equation"),
-    (rules.public_names_are_documented, "dsv4cp/sinkhorn/ops.py", OP_A.replace("Raises", "May"), "Raises"),
+    (rules.public_names_are_documented, "dsv4cp/sinkhorn/ops.py", OP_A.replace("Raises", "May"), "raises"),
     (rules.public_names_are_documented, "dsv4cp/sinkhorn/ops.py", OP_A.replace("x: object", "x"), "x"),
     (rules.public_names_are_documented, "dsv4cp/sinkhorn/torch_bridge.py", "def f():\n    return 1\n", "docstring"),
     (rules.public_names_are_listed, "dsv4cp/sinkhorn/ops.py", OP.format(name="other"), "dsv4_other"),

@@ -94,9 +94,9 @@ def test_the_sdist_holds_the_tree_and_the_tests(source):
 
 FIND = """
 import dsv4cp, sys
-from dsv4cp import _kernels
+from dsv4cp import _kernel_text
 from pathlib import Path
-folder = Path(str(_kernels.source_folder()))
+folder = Path(str(_kernel_text.source_folder()))
 print(Path(dsv4cp.__file__).parent)
 print(folder)
 print(*sorted(p.name for p in folder.iterdir() if p.suffix in (".cu", ".cuh")))

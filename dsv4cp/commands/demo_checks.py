@@ -41,7 +41,7 @@ def error(got: Any, want: np.ndarray) -> float:
 # --- Hyper-connections ---------------------------------------------------------------------------------
 
 
-def sinkhorn(x: np.ndarray, repeat: int, eps: float) -> np.ndarray:
+def sinkhorn_forward(x: np.ndarray, repeat: int, eps: float) -> np.ndarray:
     """Softmax of each row, then columns and rows in turn, 2*repeat - 1 divisions."""
     y = np.exp(f64(x))
     y = y / y.sum(-1, keepdims=True) + eps
@@ -268,7 +268,7 @@ def loss(
     keys = np.concatenate([rms(u @ w["w_kv"]), pooled(w, u, packed.groups, "")])
     out = attention(q, keys, w["sinks"], lists, scale, tick)["out"]
     y = out.reshape(len(u), -1) @ w["w_o"]
-    streams = np.einsum("smn,snc->smc", sinkhorn(logits, repeat, eps), h) + np.einsum("sm,sc->smc", post, y)
+    streams = np.einsum("smn,snc->smc", sinkhorn_forward(logits, repeat, eps), h) + np.einsum("sm,sc->smc", post, y)
     entries = pooled(w, u, packed.groups, "i")
     iq = (u @ w["w_iq"]).reshape(len(u), w["w_iw"].shape[1], -1)
     scores = index_scores(iq, entries, u @ w["w_iw"], ids, index_scale)

@@ -30,7 +30,7 @@ def hyper_connections(demo: Demo) -> None:
         "Sinkhorn",
         "dsv4_sinkhorn_normalize",
         lambda backend: dsv4cp.dsv4_sinkhorn_normalize(a["logits"], repeat=REPEAT, eps=EPS, backend=backend),
-        lambda got, tick: checks.error(demo.host(got), checks.sinkhorn(demo.logits, REPEAT, EPS)),
+        lambda got, tick: checks.error(demo.host(got), checks.sinkhorn_forward(demo.logits, REPEAT, EPS)),
         1e-5,
     )
     demo.comb = demo.host(a["comb"])

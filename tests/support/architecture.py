@@ -56,6 +56,16 @@ def slice_of(tree: Path, path: Path) -> str | None:
     return parts[0] if len(parts) > 1 and parts[0] in SLICES else None
 
 
+def strings(module: ast.Module) -> Iterator[ast.Constant]:
+    """Every string but docstrings."""
+    described = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    first = [node.body[0] for node in ast.walk(module) if isinstance(node, described) and ast.get_docstring(node)]
+    documentation = {id(statement.value) for statement in first if isinstance(statement, ast.Expr)}
+    for node in ast.walk(module):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            yield node
+
+
 def public_functions(path: Path) -> list[ast.FunctionDef]:
     return [n for n in parsed(path).body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")]
 
@@ -160,12 +170,12 @@ def no_function_is_named_like_a_folder(tree: Path) -> list[str]:
 
 def no_cuda_in_python_strings(tree: Path) -> list[str]:
     """CUDA text lives in kernels_cu/."""
-    marks = re.compile(r"__global__|__device__|__shared__|threadIdx\.|blockIdx\.|extern \"C\"")
+    marks = re.compile(r"__(global|device)__ +\w|__shared__ +\w|\b(thread|block)Idx\.[xyz]|extern \"C\" +\w")
     return [
         f"{shown(tree, path, node)}: CUDA text in a string"
         for path in python_files(tree)
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and marks.search(node.value)
+        for node in strings(parsed(path))
+        if marks.search(node.value)
     ]
 
 
@@ -234,7 +244,7 @@ def kernels_are_named_after_slices(tree: Path) -> list[str]:
 
 
 def public_names_are_documented(tree: Path) -> list[str]:
-    """In an ops.py: equation block, Raises section, annotations. In a torch_bridge.py: a docstring."""
+    """In an ops.py: equation, what it raises, annotations. In a torch_bridge.py: a docstring."""
     found = []
     for name in SLICES:
         for path in sorted((tree / "dsv4cp" / name).glob("*.py")):
@@ -242,10 +252,10 @@ def public_names_are_documented(tree: Path) -> list[str]:
                 for f in public_functions(path):
                     at = shown(tree, path, f)
                     text = ast.get_docstring(f) or ""
-                    if not re.search(r"^( {2,}).*\S.*=.*\S", text, flags=re.M):
-                        found.append(f"{at}: {f.name}: no equation block (an indented line with =)")
-                    if "Raises" not in text:
-                        found.append(f"{at}: {f.name}: no Raises section")
+                    if not re.search(r"\S +=+ \S|\b[Tt]he (sums|equations?) of \w+", text):
+                        found.append(f"{at}: {f.name}: no equation")
+                    if not re.search(r"\bRaises\b|[Ee]rrors as in \w+", text):
+                        found.append(f"{at}: {f.name}: says neither what it raises nor where that is said")
                     arguments = [*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs]
                     bare = [a.arg for a in arguments if a.annotation is None]
                     if bare or f.returns is None:
