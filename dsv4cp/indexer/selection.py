@@ -16,7 +16,7 @@ from .contract import SelectSpec, TopkSpec
 from .reference import Causal, itemsize, quiet, score_rows, steps
 
 SELECT_BYTES = 96 * 2**20  # temporaries of one chunk of rows, score rows included
-BYTES_PER_SCORE = 36  # the most that best_of_rows holds at once, for each score of its rows (measured)
+BYTES_PER_SCORE = 36  # more than best_of_rows holds at once for each float32 score of its rows (20 measured)
 
 
 # ---------------------------------------------------------------- equations
