@@ -1,4 +1,6 @@
-"""Which implementation a torch_ops call gets, in plain ifs. The torch-side twin of _backend; knows no slice.
+"""What the torch surfaces of all slices share: which implementation a call gets, in plain ifs, and row-major gradients.
+
+The torch-side twin of _backend; knows no slice.
 
 The names are those of the mirrored module: "torch" and "sparse_torch" are the reference equations
 differentiated by torch, "tilelang" is this package's CUDA kernels (the name is kept so that
@@ -9,6 +11,8 @@ can run and the reference elsewhere.
 from __future__ import annotations
 
 from typing import Any
+
+import torch
 
 from ._arrays import dtype_name, library
 from ._backend import missing
@@ -55,3 +59,24 @@ def _unfit(tensors: tuple[Any, ...], require_bf16: bool) -> str | None:
         if require_bf16 and dtype_name(tensor) != "bfloat16":
             return f"it needs bfloat16 tensors, got {tensor.dtype}"
     return None
+
+
+class _RowMajorGradient(torch.autograd.Function):
+    """The identity, whose gradient is copied to row-major order if it has another."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: torch.Tensor) -> torch.Tensor:
+        return grad_y.contiguous()
+
+
+def with_row_major_gradient(y: torch.Tensor) -> torch.Tensor:
+    """y, whose incoming gradient reaches the operations behind it in row-major order.
+
+    A matrix product adds in another order for a transposed operand, so without this the gradients of
+    equal numbers with unequal strides would differ in their last bits.
+    """
+    return _RowMajorGradient.apply(y)
