@@ -8,6 +8,7 @@ offers it and this machine can run it, else "reference"; it never picks "cudnn".
 from __future__ import annotations
 
 import functools
+import warnings
 
 BACKENDS = ("auto", "reference", "cuda", "numba", "cudnn")
 
@@ -32,10 +33,19 @@ def missing(backend: str) -> str | None:
 @functools.cache  # Python forgets failed imports: without this each call would try again, for seconds
 def _numba_missing() -> str | None:
     try:
-        from numba import cuda
-    except Exception as error:  # numba-cuda raises AttributeError under NumPy 2.5 (numpy.row_stack is gone)
+        from . import _numba
+    except Exception as error:  # numba-cuda fails in ways of its own beside a NumPy that it does not know
         return f"numba-cuda cannot be imported ({type(error).__name__}: {error}); it needs NumPy < 2.5"
-    return None if cuda.is_available() else "Numba sees no CUDA GPU"
+    if _numba.SIMULATED:
+        return "NUMBA_ENABLE_CUDASIM is set: Numba simulates GPUs in this process and cannot use one"
+    return None if _numba.cuda.is_available() else "Numba sees no CUDA GPU"
+
+
+@functools.cache  # once per process
+def _warn_of_fallback(reason: str) -> None:
+    """Says that "auto" takes the reference although there is a GPU."""
+    message = f'dsv4cp: backend "auto" runs the reference instead of Numba\'s kernels: {reason}'
+    warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
 @functools.cache
@@ -62,8 +72,11 @@ def pick(op: str, backend: str, library: str, *, offered: tuple[str, ...]) -> st
     if backend == "auto":
         if library == "cupy":
             for name in ("cuda", "numba"):
-                if name in offered and missing(name) is None:
+                reason = missing(name) if name in offered else ""
+                if reason is None:
                     return name
+                if reason and name == "numba" and missing("cuda") is None:
+                    _warn_of_fallback(reason)
         return "reference"
     if backend not in offered:
         raise RuntimeError(

@@ -8,6 +8,7 @@ from .._backend import pick
 from . import contract
 
 OFFERED = ("reference",)
+EXTRACT_OFFERED = ("reference", "numba")  # extract_indexer_topk_scores
 
 
 def dsv4_indexer_scores(
@@ -145,7 +146,10 @@ def extract_indexer_topk_scores(logits: Any, topk_indices: Any, *, backend: str 
     Errors as in dsv4_indexer_scores.
     """
     spec = contract.check_extract(logits, topk_indices)
-    match pick("extract_indexer_topk_scores", backend, spec.library, offered=OFFERED):
+    impl: Any
+    match pick("extract_indexer_topk_scores", backend, spec.library, offered=EXTRACT_OFFERED):
+        case "numba":
+            from . import numba_cuda as impl
         case _:
             from . import reference as impl
     return impl.extract(logits, topk_indices, spec)

@@ -9,7 +9,7 @@ from .._backend import pick
 from .._plan import SparseIndexPlan
 from . import contract
 
-OFFERED = ("reference",)
+OFFERED = ("reference", "numba")
 
 # The backends that dsv4_sparse_attention's "auto" chooses from: "auto" plans must fit them. Slices do not
 # import each other, so the tests compare this with what sparse_attention offers.
@@ -119,7 +119,10 @@ def build_dsv4_sparse_topk_indices(
         like=like,
         **arrays,
     )
+    impl: Any
     match pick("build_dsv4_sparse_topk_indices", backend, spec.library, offered=OFFERED):
+        case "numba":
+            from . import numba_cuda as impl
         case _:
             from . import reference as impl
     return impl.build(spec, **arrays)
@@ -170,7 +173,10 @@ def plan_dsv4_sparse_indices(
     if backend == "auto" and (lib := library(topk_idxs)) is not None:
         layout = pick("plan_dsv4_sparse_indices", "auto", lib, offered=ATTENTION_OFFERED)
     spec = contract.check_plan(topk_idxs, kv_sequence, layout, all_rows_nonempty)
+    impl: Any
     match pick("plan_dsv4_sparse_indices", index_backend, spec.library, offered=OFFERED):
+        case "numba":
+            from . import numba_cuda as impl
         case _:
             from . import reference as impl
     indices, topk_length, valid_rows = impl.plan(topk_idxs, spec)
@@ -195,7 +201,10 @@ def flatten_sparse_indices(topk_idxs: Any, kv_sequence: int) -> Any:
     Source: the step between the ids and the cudnn layout of plan_dsv4_sparse_indices.
     """
     spec = contract.check_flatten(topk_idxs, kv_sequence)
+    impl: Any
     match pick("flatten_sparse_indices", "auto", spec.library, offered=OFFERED):
+        case "numba":
+            from . import numba_cuda as impl
         case _:
             from . import reference as impl
     return impl.flatten(topk_idxs, spec)
