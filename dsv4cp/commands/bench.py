@@ -20,13 +20,14 @@ from . import machine
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The benchmark's options."""
     parser.add_argument("--cpu", action="store_true", help="the host: NumPy beside a plain torch reference")
+    parser.add_argument("--peers", action="store_true", help="on the GPU, time installed peers of each op as well")
     parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="timed calls a row (default 7)")
     parser.add_argument("--record", metavar="FILE.json", help="write device, driver, versions, commit and all rows")
 
 
 def run(options: argparse.Namespace) -> int:
-    """0 when everything was measured, 1 when results disagree, 2 when it cannot run."""
+    """0 when everything was measured, 1 when results disagree or a call failed, 2 when it cannot run."""
     error = Console(stderr=True, soft_wrap=True, markup=False, highlight=False, style="red")
     console = Console(soft_wrap=True, markup=False, highlight=False)
     if options.repeats < 1:
@@ -35,14 +36,23 @@ def run(options: argparse.Namespace) -> int:
     if options.record and not Path(options.record).resolve().parent.is_dir():
         error.print(f"bench: --record: there is no folder {Path(options.record).resolve().parent}")
         return 2
-    if not options.cpu:
-        error.print("bench: this version measures the host only; call it with --cpu")
+    if options.cpu and options.peers:
+        error.print("bench: --peers: peers are GPU kernels; leave --cpu out")
         return 2
-    from . import bench_cpu
+    if options.cpu:
+        from . import bench_cpu
 
-    for line in bench_cpu.about():
-        console.print(line)
-    measured = bench_cpu.rows(tiny=options.tiny, repeats=options.repeats, say=lambda text: print(text, file=sys.stderr))
+        for line in bench_cpu.about():
+            console.print(line)
+        measured = bench_cpu.rows(tiny=options.tiny, repeats=options.repeats, say=_say)
+    else:
+        from . import bench_gpu
+
+        reason = bench_gpu.missing()
+        if reason is not None:
+            error.print(f"bench: nothing to measure on: {reason}; --cpu measures the host")
+            return 2
+        measured = bench_gpu.rows(peers=options.peers, tiny=options.tiny, repeats=options.repeats, say=_say)
     rows = list(measured)
     for size in dict.fromkeys(row["size"] for row in rows):
         console.print(f"\n{size}")
@@ -53,7 +63,18 @@ def run(options: argparse.Namespace) -> int:
     wrong = [row for row in rows if row.get("error", 0.0) > row.get("error_limit", float("inf"))]
     for row in wrong:
         error.print(f"{row['case']}: differs by {row['error']:.2g}, at most {row['error_limit']:g}")
-    return 1 if wrong else 0
+    failed = [row for row in rows if "failed" in row]
+    for row in failed:
+        error.print(f"{row['case']}, {row['size']}, {row['implementation']}: {row['failed']}")
+    return 1 if wrong or failed else 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _milliseconds(ms: float) -> str:
+    return f"{ms:.1f}" if ms >= 10 else f"{ms:.3f}" if ms >= 0.1 else f"{ms:.4f}"
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
@@ -61,7 +82,11 @@ def table(rows: list[dict[str, Any]]) -> Table:
     columns: dict[str, tuple[str, Callable[[Any], str]]] = {
         "case": ("case", str),
         "implementation": ("by", str),
-        "ms": ("ms", "{:.1f}".format),
+        "ms": ("ms", _milliseconds),
+        "tflops": ("TFLOP/s", "{:.1f}".format),
+        "gbs": ("GB/s", "{:.0f}".format),
+        "floor_ms": ("floor ms", _milliseconds),
+        "share": ("of floor", "{:.0%}".format),
         "peak_mib": ("peak MiB", "{:.0f}".format),
         "ratio": ("speed-up", "{:.2f}".format),
         "error": ("differs", "{:.1e}".format),

@@ -16,27 +16,29 @@ def rows(*, tiny: bool, repeats: int, say: Callable[[str], None]) -> Iterator[di
     import cupy
 
     say("ceilings of this card")
+    of_card = {"size": "ceilings of this card"}
     n = TINY["gemm"] if tiny else GEMM
     implementation, product = gemm(cupy, n)
     ms = timed([product], repeats)
     flops = 2 * n**3 / ms
-    yield {"case": f"ceiling: matrix product {n}", "implementation": implementation, "ms": ms, "tflops": flops / 1e9}
+    made = {"case": f"matrix product {n}", "implementation": implementation, "ms": ms, "tflops": flops / 1e9}
+    yield of_card | made
     del product
     release(cupy)
 
     size = TINY["copy"] if tiny else COPY
     ms = timed([copy(cupy, size)], repeats)
     moved = 2 * size / ms
-    name = f"ceiling: copy of {size / 2**30:.3g} GiB"
-    yield {"case": name, "implementation": "cudaMemcpyAsync", "ms": ms, "gbs": moved / 1e6}
+    name = f"copy of {size / 2**30:.3g} GiB"
+    yield of_card | {"case": name, "implementation": "cudaMemcpyAsync", "ms": ms, "gbs": moved / 1e6}
     release(cupy)
 
     count = TINY["rows"] if tiny else ROWS
     implementation, add = scatter(cupy, count)
     ms = timed([add], repeats)
     added = 4 * WIDTH * count / ms
-    name = f"ceiling: scatter-add of {count} fp32 rows of {WIDTH} to {TABLE}"
-    yield {"case": name, "implementation": implementation, "ms": ms, "gbs": added / 1e6}
+    name = f"fp32 scatter-add, {count} rows of {WIDTH}"
+    yield of_card | {"case": name, "implementation": implementation, "ms": ms, "gbs": added / 1e6}
     release(cupy)
     yield Ceilings(flops=flops, bytes=moved, scatter=added)
 

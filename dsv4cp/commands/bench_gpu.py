@@ -35,7 +35,8 @@ class Ceilings:
 class Case:
     """An op at a shape: its least work, and how it is called on each of several input sets."""
 
-    name: str
+    name: str  # what is measured
+    size: str  # at which shape of which model
     op: str  # what bench_peers calls it
     sets: list[dict[str, Any]]  # CuPy arrays by name, one dictionary an input set
     ours: dict[str, Callable[..., Any]]  # implementation -> function of one set's arrays
@@ -73,12 +74,16 @@ def rows(*, peers: bool, tiny: bool, repeats: int, say: Say) -> Iterator[dict[st
         else:
             yield found
     for make in bench_gpu_cases.CASES:
-        case = make(tiny)
-        say(case.name)
-        ours = []
-        for implementation, function in case.ours.items():
-            ours.append(row(case, implementation, function, ceilings, repeats))
-            yield ours[-1]
+        try:
+            case = make(tiny)
+        except Exception as error:
+            yield {"case": repr(make), "size": "inputs", "implementation": "dsv4cp", "failed": _words(error)}
+            continue
+        say(f"{case.name}: {case.size}")
+        ours = [row(case, name, function, ceilings, repeats) for name, function in case.ours.items()]
+        for made in ours:
+            say(f"  {made['implementation']}: {made.get('failed', made.get('ms'))}")
+            yield made
         if peers:
             yield from _peer_rows(case, ours, ceilings, repeats, say)
         del case
@@ -91,28 +96,34 @@ def _peer_rows(
     """A row for each installed peer of the case's op; `ratio` says how many times as fast as it our best row is."""
     from . import bench_peers
 
-    best = min((r["ms"] for r in ours if "ms" in r), default=None)
+    best = min((made["ms"] for made in ours if "ms" in made), default=None)
     for implementation, function in bench_peers.of(case.op, case.sets, say):
-        try:
-            found = row(case, implementation, function, ceilings, repeats)
-        except Exception as error:  # a peer that fails here is a fact to report, not the end of the run
-            say(f"  {implementation}: {type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}")
-            continue
-        yield found | ({"ratio": found["ms"] / best} if best else {}) | {"peer": True}
+        made = row(case, implementation, function, ceilings, repeats)
+        say(f"  {implementation}: {made.get('failed', made.get('ms'))}")
+        if "ms" in made:  # a peer that fails here has said so: it is no failure of this package
+            yield made | ({"ratio": made["ms"] / best} if best else {}) | {"peer": True}
 
 
 def row(
     case: Case, implementation: str, function: Callable[..., Any], ceilings: Ceilings | None, repeats: int
 ) -> dict[str, Any]:
-    """One measured row."""
-    ms = timed([lambda s=s: function(**s) for s in case.sets], repeats)  # type: ignore[misc]
-    made: dict[str, Any] = {"case": case.name, "implementation": implementation, "ms": ms}
+    """One measured row; "failed" in it says why there is no time. A long run is not given up for one failure."""
+    made: dict[str, Any] = {"case": case.name, "size": case.size, "implementation": implementation}
+    try:
+        ms = timed([lambda s=s: function(**s) for s in case.sets], repeats)  # type: ignore[misc]
+    except Exception as error:
+        return made | {"failed": _words(error)}
+    made["ms"] = ms
     if case.flops:
         made["tflops"] = case.flops / ms / 1e9
     else:
         made["gbs"] = (case.bytes or case.scatter) / ms / 1e6
     floor = case.floor(ceilings) if ceilings else None
     return made | ({"floor_ms": floor, "share": floor / ms} if floor is not None else {})
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()[:300]}"
 
 
 def timed(calls: list[Call], repeats: int) -> float:

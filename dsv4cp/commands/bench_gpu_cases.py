@@ -53,8 +53,9 @@ def sinkhorn_forward(tiny: bool, *, matrices: int, launch_bound: bool = False) -
         ours["dsv4cp.torch_ops"] = lambda x_, **_: torch_ops.dsv4_sinkhorn_normalize(
             x_, backend="tilelang", repeat=REPEAT, eps=EPS
         )
-    name = f"Sinkhorn forward, {matrices} matrices"
-    return Case(name, "sinkhorn_forward", sets, ours, bytes=128 * matrices, launch_bound=launch_bound)
+    size = f"hyper-connections, {matrices} matrices of 4 x 4, repeat {REPEAT}, float32"
+    moved = 128 * matrices
+    return Case("Sinkhorn forward", size, "sinkhorn_forward", sets, ours, bytes=moved, launch_bound=launch_bound)
 
 
 def sinkhorn_backward(tiny: bool, *, matrices: int, launch_bound: bool = False) -> Case:
@@ -77,8 +78,9 @@ def sinkhorn_backward(tiny: bool, *, matrices: int, launch_bound: bool = False) 
         ours["dsv4cp.torch_ops, autograd"] = lambda grad_y_, x_, y_, **_: torch.autograd.grad(
             y_, x_, grad_y_, retain_graph=True
         )
-    name = f"Sinkhorn backward, {matrices} matrices"
-    return Case(name, "sinkhorn_backward", sets, ours, bytes=192 * matrices, launch_bound=launch_bound)
+    size = f"hyper-connections, {matrices} matrices of 4 x 4, repeat {REPEAT}, float32"
+    moved = 192 * matrices
+    return Case("Sinkhorn backward", size, "sinkhorn_backward", sets, ours, bytes=moved, launch_bound=launch_bound)
 
 
 # --- Key ids: S 131072 -----------------------------------------------------------------------------------
@@ -98,7 +100,7 @@ def build_given(tiny: bool) -> Case:
     queries, topk = (256, 16) if tiny else (131072, 512)
     entries = queries // RATIO
     sets = [{"compressed_topk": selection(queries, entries, topk)} for _ in range(2)]
-    sizes = {"batch_size": 1, "seq_len": queries, "key_len": queries + entries, "window_size": WINDOW}
+    sizes: dict[str, Any] = {"batch_size": 1, "seq_len": queries, "key_len": queries + entries, "window_size": WINDOW}
     sizes |= {"n_pooled": entries, "compress_ratio": RATIO}
     width = min(WINDOW, queries) + topk
     ours: dict[str, Function] = {
@@ -114,8 +116,8 @@ def build_given(tiny: bool) -> Case:
         )
     for arrays in sets:
         arrays["sizes"] = sizes
-    name = f"key ids, V4-Flash R4 given top-k {topk}: S{queries} T{width}"
-    return Case(name, "build", sets, ours, bytes=8 * queries * (topk + width))
+    size = f"V4-Flash R4, given top-k {topk}: S{queries} T{width}"
+    return Case("index building", size, "build", sets, ours, bytes=8 * queries * (topk + width))
 
 
 def build_all(tiny: bool, *, entries: int) -> Case:
@@ -124,7 +126,7 @@ def build_all(tiny: bool, *, entries: int) -> Case:
 
     queries, entries = (256, 2) if tiny else (131072, entries)
     like = cupy.empty((1,), cupy.int64)
-    sizes = {"batch_size": 1, "seq_len": queries, "key_len": queries + entries, "window_size": WINDOW}
+    sizes: dict[str, Any] = {"batch_size": 1, "seq_len": queries, "key_len": queries + entries, "window_size": WINDOW}
     sizes |= {"n_pooled": entries, "compress_ratio": 128}
     width = min(WINDOW, queries) + entries
     sets: list[dict[str, Any]] = [{"like": like}]
@@ -138,8 +140,8 @@ def build_all(tiny: bool, *, entries: int) -> Case:
             device=like_.device, **sizes
         )
     sets[0]["sizes"] = sizes
-    name = f"key ids, R128 all entries: S{queries} T{width}"
-    return Case(name, "build", sets, ours, bytes=8 * queries * width)
+    size = f"R128, all finished entries: S{queries} T{width}"
+    return Case("index building", size, "build", sets, ours, bytes=8 * queries * width)
 
 
 def plan(tiny: bool, *, layout: str) -> Case:
@@ -147,7 +149,7 @@ def plan(tiny: bool, *, layout: str) -> Case:
     queries, topk = (256, 16) if tiny else (131072, 512)
     entries = queries // RATIO
     keys = queries + entries
-    sizes = {"batch_size": 1, "seq_len": queries, "key_len": keys, "window_size": WINDOW}
+    sizes: dict[str, Any] = {"batch_size": 1, "seq_len": queries, "key_len": keys, "window_size": WINDOW}
     sizes |= {"n_pooled": entries, "compress_ratio": RATIO}
     sets = []
     for _ in range(2):
@@ -161,12 +163,12 @@ def plan(tiny: bool, *, layout: str) -> Case:
     if with_torch(sets):
         from .. import torch_ops
 
-        theirs = "tilelang" if layout == "cuda" else layout
+        theirs: Any = "tilelang" if layout == "cuda" else layout
         ours["dsv4cp.torch_ops"] = lambda ids_, **_: torch_ops.plan_dsv4_sparse_indices(
             ids_, keys, theirs, all_rows_nonempty=True
         )
-    name = f'plan, "{layout}" layout, V4-Flash R4: S{queries} T{slots}'
-    return Case(name, "plan", sets, ours, bytes=queries * (8 * slots + 4 * padded))
+    size = f"V4-Flash R4, given top-k {topk}: S{queries} T{slots}"
+    return Case(f"planning, {layout} layout", size, "plan", sets, ours, bytes=queries * (8 * slots + 4 * padded))
 
 
 # --- Indexer ---------------------------------------------------------------------------------------------
@@ -189,8 +191,8 @@ def extract(tiny: bool) -> Case:
         from .. import torch_ops
 
         ours["dsv4cp.torch_ops"] = lambda logits_, ids_, **_: torch_ops.extract_indexer_topk_scores_torch(logits_, ids_)
-    name = f"top-k scores, V4-Pro: S{queries} P{entries} top-k {topk}"
-    return Case(name, "extract", sets, ours, bytes=12 * queries * topk)
+    size = f"V4-Pro indexer: S{queries} P{entries} top-k {topk}"
+    return Case("scores at top-k ids", size, "extract", sets, ours, bytes=12 * queries * topk)
 
 
 CASES: tuple[Callable[[bool], Case], ...] = (

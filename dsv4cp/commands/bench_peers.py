@@ -22,6 +22,7 @@ Peer = tuple[str, Callable[..., Any]]
 
 def of(op: str, sets: list[dict[str, Any]], say: Callable[[str], None]) -> Iterator[Peer]:
     """The installed peers of an op; `say` gets one line for each that is not there."""
+    sources: tuple[Callable[[list[dict[str, Any]]], Iterator[Peer]], ...] = ()
     match op:
         case "sinkhorn_forward":
             sources = (tile_kernels_forward, torch_sinkhorn, torch_compiled_sinkhorn)
@@ -31,8 +32,6 @@ def of(op: str, sets: list[dict[str, Any]], say: Callable[[str], None]) -> Itera
             sources = (automodel_build,)
         case "extract":
             sources = (automodel_extract, torch_gather)
-        case _:
-            sources = ()
     for source in sources:
         try:
             yield from source(sets)

@@ -1,5 +1,8 @@
-# mypy: ignore-errors  (kernels are Numba, not Python: its stubs describe the host side only)
-"""The scatter-add ceiling's kernel: a block per row at a time, neighbouring threads add to neighbouring floats."""
+# mypy: ignore-errors
+"""The scatter-add ceiling's kernel: a block per row at a time, neighbouring threads add to neighbouring floats.
+
+Numba's stubs describe the host side only: mypy does not read kernels.
+"""
 
 from __future__ import annotations
 

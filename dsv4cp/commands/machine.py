@@ -79,15 +79,16 @@ def _processor() -> str:
 
 
 def commit() -> str | None:
-    """The git commit of this checkout, with "+changes" when files differ from it; None for an installed wheel."""
+    """The git commit of this checkout, "+changes" when files differ from it; without git $DSV4CP_COMMIT, or None."""
     folder = Path(dsv4cp.__file__).resolve().parents[1]
+    named = os.environ.get("DSV4CP_COMMIT")
     if not (folder / ".git").exists():
-        return None
+        return named
     try:
         head = _git(folder, "rev-parse", "HEAD")
         changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.SubprocessError):
-        return None
+        return named
     return head + ("+changes" if changed else "")
 
 

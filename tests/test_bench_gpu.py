@@ -1,0 +1,149 @@
+"""The GPU benchmark's arithmetic, cases and record on a machine without a GPU; with one, a tiny run (marker gpu)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dsv4cp.__main__ import main
+from dsv4cp.commands import bench, bench_gpu, bench_gpu_cases, bench_peers, machine
+from dsv4cp.commands.bench_gpu import Case, Ceilings
+
+CEILINGS = Ceilings(flops=8e11, bytes=4e9, scatter=3e9)  # per ms
+ROW_KEYS = {"case", "size", "implementation", "ms", "tflops", "gbs", "floor_ms", "share", "ratio", "peer", "failed"}
+
+
+def case(**work) -> Case:
+    return Case("op", "S8", "op", [{"x": 1}, {"x": 2}], {"dsv4cp, CuPy": lambda x: x}, **work)
+
+
+# --- Without a GPU ---------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(bench_gpu, "missing", lambda: "no CUDA GPU is visible")
+    assert main(["bench"]) == 2
+    assert "no CUDA GPU is visible; --cpu measures the host" in capsys.readouterr().err
+    assert main(["bench", "--peers", "--tiny"]) == 2
+
+
+def test_peers_are_gpu_kernels(capsys):
+    assert main(["bench", "--cpu", "--peers"]) == 2
+    assert "--peers" in capsys.readouterr().err
+
+
+def test_the_floor_is_the_larger_term():
+    assert case(bytes=8e9, flops=8e11).floor(CEILINGS) == 2.0
+    assert case(bytes=4e9, flops=8e12).floor(CEILINGS) == 10.0
+    assert case(scatter=6e9).floor(CEILINGS) == 2.0
+    assert case(bytes=4e9, launch_bound=True).floor(CEILINGS) is None
+
+
+def test_a_row_has_time_rate_and_share(monkeypatch):
+    calls = []
+    monkeypatch.setattr(bench_gpu, "timed", lambda functions, repeats: [f() for f in functions] and 2.0)
+    made = bench_gpu.row(case(bytes=4e9), "dsv4cp", lambda x: calls.append(x), CEILINGS, 3)
+    assert calls == [1, 2]  # every input set has its turn
+    assert made == {
+        "case": "op", "size": "S8", "implementation": "dsv4cp", "ms": 2.0, "gbs": 2000.0, "floor_ms": 1.0, "share": 0.5,
+    }  # fmt: skip
+    made = bench_gpu.row(case(flops=8e11), "dsv4cp", lambda x: None, CEILINGS, 3)
+    assert made["tflops"] == 400.0 and made["share"] == 0.5
+    assert "floor_ms" not in bench_gpu.row(case(bytes=1, launch_bound=True), "dsv4cp", lambda x: None, CEILINGS, 3)
+
+
+def test_a_failure_is_a_row_and_an_exit_status(monkeypatch, capsys):
+    def fail(functions, repeats):
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(bench_gpu, "timed", fail)
+    made = bench_gpu.row(case(bytes=1), "dsv4cp, CuPy", lambda x: x, CEILINGS, 3)
+    assert made["failed"] == "RuntimeError: out of order" and "ms" not in made
+    monkeypatch.setattr(bench_gpu, "missing", lambda: None)
+    monkeypatch.setattr(bench_gpu, "rows", lambda **_: iter([made]))
+    assert main(["bench"]) == 1
+    assert "out of order" in capsys.readouterr().err
+
+
+def test_peers_get_the_ratio_to_our_best_row(monkeypatch):
+    monkeypatch.setattr(bench_gpu, "timed", lambda functions, repeats: functions[0]())
+    monkeypatch.setattr(bench_peers, "of", lambda op, sets, say: iter([("Peer 1", lambda x: 6.0), ("Peer 2", broken)]))
+    said = []
+    ours = [{"ms": 2.0}, {"ms": 3.0}, {"failed": "x"}]
+    made = list(bench_gpu._peer_rows(case(bytes=1), ours, CEILINGS, 3, said.append))
+    assert [(r["implementation"], r["ratio"], r["peer"]) for r in made] == [("Peer 1", 3.0, True)]
+    assert any("Peer 2" in line and "does not load" in line for line in said)
+
+
+def broken(x):
+    raise ImportError("does not load")
+
+
+@pytest.mark.parametrize("op", ["sinkhorn_forward", "sinkhorn_backward", "build", "extract"])
+def test_a_missing_peer_is_one_line(op, monkeypatch):
+    import sys
+
+    for name in ("tile_kernels", "nemo_automodel", "torch"):
+        monkeypatch.setitem(sys.modules, name, None)  # import raises, find_spec too
+    said = []
+    assert list(bench_peers.of(op, [{}], said.append)) == []
+    assert len(said) >= 1 and all("\n" not in line and "not there" in line for line in said)
+
+
+def test_an_op_without_peers_has_none():
+    assert list(bench_peers.of("plan", [{}], print)) == []
+
+
+def test_the_record_names_machine_and_commit(monkeypatch, tmp_path, capsys):
+    gpu = {"name": "NVIDIA H200", "driver": 13000}
+    rows = [
+        {"case": "copy", "size": "ceilings of this card", "implementation": "memcpy", "ms": 2.0, "gbs": 4250.0},
+        {"case": "op", "size": "S8", "implementation": "us", "ms": 0.02, "gbs": 90.0, "floor_ms": 0.01, "share": 0.5},
+        {"case": "op", "size": "S8", "implementation": "Peer", "ms": 0.2, "gbs": 9.0, "ratio": 10.0, "peer": True},
+    ]
+    monkeypatch.setattr(bench_gpu, "missing", lambda: None)
+    monkeypatch.setattr(bench_gpu, "rows", lambda **_: iter(rows))
+    monkeypatch.setattr(machine, "gpu", lambda: gpu)
+    file = tmp_path / "gpu.json"
+    assert main(["bench", "--peers", "--record", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "ceilings of this card" in out and "50%" in out and "10.00" in out and "0.0200" in out
+    written = json.loads(file.read_text())
+    assert written["device"] == gpu and written["driver"] == 13000
+    assert written["rows"] == rows and written["versions"]["numpy"]
+    assert written["commit"] == machine.commit()
+
+
+def test_the_commit_comes_from_git_or_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("DSV4CP_COMMIT", "abc123")
+    monkeypatch.setattr("dsv4cp.__file__", str(tmp_path / "dsv4cp" / "__init__.py"))
+    assert machine.commit() == "abc123"
+    monkeypatch.delenv("DSV4CP_COMMIT")
+    assert machine.commit() is None
+
+
+def test_every_case_is_a_function_of_tiny():
+    assert len(bench_gpu_cases.CASES) >= 10
+    assert all(callable(make) for make in bench_gpu_cases.CASES)
+
+
+def test_columns_show_what_rows_say():
+    row = {"case": "a", "implementation": "b", "ms": 0.25, "tflops": 500.0, "floor_ms": 0.125, "share": 0.5}
+    shown = bench.table([row])
+    assert [str(c.header) for c in shown.columns] == ["case", "by", "ms", "TFLOP/s", "floor ms", "of floor"]
+
+
+# --- With a GPU ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_a_tiny_run_measures_every_case(tmp_path):
+    file = tmp_path / "gpu.json"
+    assert main(["bench", "--tiny", "--repeats", "2", "--record", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert all(set(row) <= ROW_KEYS and row["ms"] > 0 for row in rows)
+    cases = {row["case"] for row in rows}
+    assert {"Sinkhorn forward", "Sinkhorn backward", "index building", "scores at top-k ids"} <= cases
+    assert {"planning, cuda layout", "planning, cudnn layout"} <= cases
+    assert sum(row["size"] == "ceilings of this card" for row in rows) == 3
