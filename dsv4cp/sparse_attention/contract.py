@@ -35,7 +35,7 @@ def check(q: Any, kv: Any, sinks: Any, topk_idxs: Any, sm_scale: Any, *, plan: A
     q [B, S, H, D], kv [B, K, D], sinks [H] in any float dtype each; topk_idxs [B, S, T] int32 or int64,
     None only when a plan is given.
     """
-    indices = None if plan is None else _plan_field(plan, "indices")
+    indices: Any = None if plan is None else _plan_field(plan, "indices")
     if topk_idxs is None and plan is None:
         raise TypeError("topk_idxs: expected an array of ids (it may be None only when a plan is given)")
     for name, x in (("q", q), ("kv", kv), ("sinks", sinks)):
@@ -97,6 +97,12 @@ def check_backward(backward_impl: Any, backward_workspace_bytes: Any) -> int:
     if backward_impl not in BACKWARD_IMPLS:
         raise ValueError(f"backward_impl: expected 'atomic' or 'deterministic', got {backward_impl!r}")
     return whole_number("backward_workspace_bytes", backward_workspace_bytes, minimum=1)
+
+
+def check_rounding(reference_rounding: bool, backend: str) -> None:
+    """The reference that torch differentiates has no inference rounding, as in the mirrored module."""
+    if reference_rounding:
+        raise ValueError(f"reference_rounding: needs the CUDA kernels, got backend {backend!r} running the reference")
 
 
 def check_workspace(cap: int, minimum: int) -> None:

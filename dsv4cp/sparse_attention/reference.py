@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._arrays import add_rows, cast, compute_dtype, dtype_name
+from .._arrays import add_rows, cast, compute_dtype
 from . import contract
 from .contract import Spec
-from .reference_chunks import Scratch, query_chunks, row_chunks, workspace
+from .reference_chunks import Scratch, query_chunks, row_chunks, row_major, workspace
 
 INFERENCE_FLOOR = -1e30  # where the running maximum of the inference arithmetic starts
 EXP_LIMIT = 80.0  # exp of more than this counts as +inf: the sink then takes the whole denominator
@@ -121,7 +121,8 @@ def attend_chunk(
     """`attend` on inputs of any float dtype; the result is in the dtype that the arithmetic runs in."""
     dtype = rows.dtype
     floor = INFERENCE_FLOOR if reference_rounding else -xp.inf
-    return attend(xp, cast(xp, q, dtype), rows, valid, cast(xp, sinks, dtype), spec.scale, p_dtype, floor)
+    q, sinks = row_major(xp, q, dtype), row_major(xp, sinks, dtype)
+    return attend(xp, q, rows, valid, sinks, spec.scale, p_dtype, floor)
 
 
 def backward(
@@ -141,11 +142,12 @@ def backward(
             total = xp.zeros((spec.keys, spec.dim), dtype=dtype, device=spec.device)
         here = (b, slice(first, last), ...)
         rows, valid = scratch.gather(kv[b, ...], ids[b, first:last, :])
-        inputs = [cast(xp, a[here], dtype) for a in (grad_out, q)], [cast(xp, a[here], dtype) for a in (out, lse)]
-        chunk = attend_grad(xp, *inputs[0], rows, valid, cast(xp, sinks, dtype), *inputs[1], spec.scale)
-        grad_q[here] = cast(xp, chunk[0], q.dtype)
-        grad_sinks = carry_sum(xp, grad_sinks, chunk[1])
-        grad_rows = scratch.grad_rows(chunk[2], chunk[3])
+        g_, q_, out_, lse_ = (row_major(xp, a[here], dtype) for a in (grad_out, q, out, lse))
+        sinks_ = row_major(xp, sinks, dtype)
+        grad_q_, grad_sinks_, a_, x_ = attend_grad(xp, g_, q_, rows, valid, sinks_, out_, lse_, spec.scale)
+        grad_q[here] = cast(xp, grad_q_, q.dtype)
+        grad_sinks = carry_sum(xp, grad_sinks, grad_sinks_)
+        grad_rows = scratch.grad_rows(a_, x_)
         kept = xp.where(valid, ids[b, first:last, :], -1)
         total = add_rows(xp, total, xp.reshape(kept, (-1,)), grad_rows)
         if last == spec.queries:
@@ -182,4 +184,5 @@ def dense_chunk(xp: Any, q: Any, kv: Any, sinks: Any, ids: Any, spec: Spec, dtyp
     ones = xp.ones((cell.shape[0], 1), dtype=dtype, device=spec.device)
     counts = xp.zeros((queries * spec.keys, 1), dtype=dtype, device=spec.device)
     counts = xp.reshape(add_rows(xp, counts, cell, ones), (queries, spec.keys))
-    return attend_dense(xp, cast(xp, q, dtype), cast(xp, kv, dtype), counts, cast(xp, sinks, dtype), spec.scale)
+    q, kv, sinks = (row_major(xp, x, dtype) for x in (q, kv, sinks))
+    return attend_dense(xp, q, kv, counts, sinks, spec.scale)

@@ -44,6 +44,14 @@ def row_chunks(spec: Spec, dtype: Any) -> Iterator[tuple[int, int]]:
         yield first, min(first + step, spec.keys)
 
 
+def row_major(xp: Any, x: Any, dtype: Any) -> Any:
+    """x in the given dtype and in row-major order: products of other layouts add in another order."""
+    if compat.is_numpy_array(x) or compat.is_cupy_array(x):
+        return xp.ascontiguousarray(x, dtype=dtype)
+    x = cast(xp, x, dtype)
+    return x.contiguous() if compat.is_torch_array(x) else x
+
+
 class Scratch:
     """The two [N, T, D] arrays of a chunk. NumPy writes each chunk into the same memory, which stays in cache."""
 

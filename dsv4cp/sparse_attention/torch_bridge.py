@@ -1,0 +1,137 @@
+"""Sparse attention for torch tensors, with the names and signatures of the mirrored module (NeMo AutoModel's
+deepseek_v4.optimized_kernels): the reference equations run on torch tensors and differentiated by torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from .._arrays import compute_dtype
+from .._torch_backend import choose, with_row_major_gradient
+from . import contract, reference
+from .contract import Spec
+from .reference_chunks import Scratch, query_chunks
+
+Dsv4SparseAttentionBackend = Literal["torch", "sparse_torch", "tilelang", "cudnn", "auto"]
+BACKENDS = ("torch", "sparse_torch", "tilelang", "cudnn", "auto")
+TORCH_PLANS = ("torch", "sparse_torch")
+KERNEL_MISSING = "this version of dsv4cp has no CUDA kernels for sparse attention"
+
+
+def kernel_missing() -> str | None:
+    """Why sparse attention's CUDA kernels cannot run on this machine, None when they can."""
+    return KERNEL_MISSING
+
+
+def sparse_attention_torch(
+    q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor, topk_idxs: torch.Tensor, sm_scale: float
+) -> torch.Tensor:
+    """out[b,i,h] = sum_t exp(s_t) kv[b, id_t] / (sum_t exp(s_t) + exp(sink_h)), s_t = sm_scale * q . kv[b, id_t].
+
+    q [B, S, H, D], kv [B, K, D], sinks [H], topk_idxs [B, S, T] -> [B, S, H, D] in q's dtype; float32 inside
+    (float64 when q or kv is float64), p is not rounded. Masked slots, empty rows, sinks and NaN as in
+    dsv4cp.dsv4_sparse_attention. Differentiable any number of times; long inputs are recomputed in chunks
+    during the backward pass, so that memory beyond inputs, outputs and gradients stays bounded.
+    """
+    _only_torch("sparse_attention_torch", q, kv)
+    spec = contract.check(q, kv, sinks, topk_idxs, sm_scale)
+    return _attend(q, kv, sinks, topk_idxs, spec)[0]
+
+
+def dense_attention_topk_torch(
+    q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor, topk_idxs: torch.Tensor, sm_scale: float
+) -> torch.Tensor:
+    """The oracle: scores of every query with every key, weighted by how often the key is selected. O(S K)."""
+    _only_torch("dense_attention_topk_torch", q, kv)
+    spec = contract.check(q, kv, sinks, topk_idxs, sm_scale)
+    dtype = compute_dtype(spec.xp, q, kv)
+
+    def part(q: Any, kv: Any, sinks: Any, ids: Any) -> tuple[Any]:
+        return (reference.dense_chunk(spec.xp, q, kv, sinks, ids, spec, dtype).to(dtype=q.dtype),)
+
+    return _over_chunks(part, q, kv, sinks, topk_idxs, spec, per_query=spec.keys * (2 * spec.heads + 1))[0]
+
+
+def dsv4_sparse_attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    sinks: torch.Tensor,
+    topk_idxs: torch.Tensor | None,
+    sm_scale: float,
+    *,
+    backend: Dsv4SparseAttentionBackend,
+    reference_rounding: bool = False,
+    all_rows_nonempty: bool = False,
+    plan: Any = None,
+    return_lse: bool = False,
+    backward_impl: str = "atomic",
+    backward_workspace_bytes: int = 2 * 1024**3,
+) -> Any:
+    """dsv4cp.dsv4_sparse_attention for torch tensors, with the gradient through torch autograd.
+
+    backend: "torch" and "sparse_torch" are sparse_attention_torch, "tilelang" this package's CUDA kernels,
+    "cudnn" NVIDIA's, "auto" the CUDA kernels for CUDA bfloat16 tensors where they can run, else "torch".
+    backward_impl and backward_workspace_bytes speak to the kernels' gradient; "torch" checks and ignores
+    them. reference_rounding needs the kernels and no gradient. topk_idxs may be None when a plan made for
+    this backend is given.
+
+    Returns out [B, S, H, D] in q's dtype, or (out, lse) with return_lse; lse is differentiable too.
+    Raises TypeError and ValueError as the array function, ValueError for reference_rounding where the
+    reference runs, RuntimeError for a backend that cannot run.
+    """
+    flags = {"reference_rounding": reference_rounding, "all_rows_nonempty": all_rows_nonempty, "return_lse": return_lse}
+    choose(
+        "dsv4_sparse_attention",
+        backend,
+        (q, kv),
+        allowed=BACKENDS,
+        kernel_missing=kernel_missing(),
+        require_bf16=True,
+    )
+    spec = contract.check(q, kv, sinks, topk_idxs, sm_scale, plan=plan, **flags)
+    contract.check_backward(backward_impl, backward_workspace_bytes)
+    ids = contract.plan_ids(plan, topk_idxs, TORCH_PLANS, spec)
+    contract.check_rounding(reference_rounding, backend)
+    out, lse = _attend(q, kv, sinks, ids, spec)
+    return (out, lse) if return_lse else out
+
+
+def _only_torch(op: str, *tensors: Any) -> None:
+    choose(op, "torch", tensors, allowed=BACKENDS, kernel_missing=None)
+
+
+def _attend(q: Any, kv: Any, sinks: Any, ids: Any, spec: Spec) -> tuple[Any, Any]:
+    dtype = compute_dtype(spec.xp, q, kv)
+    scratch = Scratch(spec, dtype)
+
+    def part(q: Any, kv: Any, sinks: Any, ids: Any) -> tuple[Any, Any]:
+        rows, valid = scratch.gather(kv, ids)
+        out, lse = reference.attend_chunk(spec.xp, q, rows, valid, sinks, spec, dtype, reference_rounding=False)
+        return out.to(dtype=q.dtype), lse
+
+    return _over_chunks(part, q, kv, sinks, ids, spec)
+
+
+def _over_chunks(
+    part: Callable[..., tuple[Any, ...]], q: Any, kv: Any, sinks: Any, ids: Any, spec: Spec, **sizes: int
+) -> tuple[Any, ...]:
+    """part(q, kv of the row, sinks, ids) on chunks of queries, put together as [B, S, ...]. With several chunks
+    the backward pass computes each again instead of keeping its intermediate values."""
+    chunks: list[tuple[int, int, int] | None] = list(query_chunks(spec, compute_dtype(spec.xp, q, kv), **sizes))
+    again = len(chunks) > spec.batch and torch.is_grad_enabled()
+    parts = []
+    for chunk in chunks or [None]:
+        if chunk is None:  # no query at all: one call without queries gives the shapes
+            args = q.reshape(0, spec.heads, spec.dim), kv.reshape(-1, spec.dim), sinks, ids.reshape(0, spec.slots)
+        else:
+            b, first, last = chunk
+            args = q[b, first:last], kv[b], sinks, ids[b, first:last]
+        if again:
+            parts.append(checkpoint(part, *args, use_reentrant=False, preserve_rng_state=False))
+        else:
+            parts.append(part(*args))
+    whole = (torch.cat(p).reshape(spec.batch, spec.queries, *p[0].shape[1:]) for p in zip(*parts, strict=True))
+    return tuple(map(with_row_major_gradient, whole))
