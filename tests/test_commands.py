@@ -12,7 +12,7 @@ import pytest
 
 import dsv4cp
 from dsv4cp.__main__ import main
-from dsv4cp.commands import demo_checks, demo_text, doctor, machine
+from dsv4cp.commands import demo_checks, demo_text, doctor, machine, offers
 from tests.support import naive
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -207,15 +207,30 @@ def test_doctor_lists_versions_and_every_op(capsys):
     out = capsys.readouterr().out
     for name, version in machine.versions().items():
         assert any(name in line and (version or "not installed") in line for line in out.splitlines()), name
-    for slice_name in doctor.SLICES:
-        for op in vars(sys.modules[f"dsv4cp.{slice_name}.ops"]):
-            if op.startswith("dsv4_") or op in ("build_dsv4_sparse_topk_indices", "plan_dsv4_sparse_indices"):
-                assert any(op in line and "runs" in line for line in out.splitlines()), op
+    ops = dict(offers.ops())
+    assert {"dsv4_sinkhorn_normalize", "plan_dsv4_sparse_indices", "dsv4_sparse_attention_grad"} < set(ops)
+    for op in ops:
+        assert any(line.split()[:2] == [op, "runs"] for line in out.splitlines()), op
+
+
+def test_readme_lists_every_function_with_its_backends():
+    """The table's third column is what the code offers, its fourth what "auto" takes for CuPy arrays."""
+    rows = {}
+    for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| `") and len(cells) == 4:
+            rows[cells[0].strip("`")] = tuple(cells[2].replace("`", "").split(", ")), cells[3].strip("`")
+    for op, backends in offers.ops():
+        assert op in rows, f"README's table has no {op}"
+        best = next((b for b in ("cuda", "numba") if b in backends), "reference")
+        assert rows[op] == (backends, best), op
+    without_backend = {"dense_attention_topk", "flatten_sparse_indices"}
+    assert set(rows) == {op for op, _ in offers.ops()} | without_backend
 
 
 def test_doctor_says_why_a_backend_cannot_run(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "missing", lambda b: None if b == "reference" else f"{b} is out of order")
-    monkeypatch.setattr(doctor, "ops", lambda: iter([("dsv4_op", ("reference", "cuda"))]))
+    monkeypatch.setattr(offers, "ops", lambda: iter([("dsv4_op", ("reference", "cuda"))]))
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     (line,) = [line for line in out.splitlines() if "dsv4_op" in line]

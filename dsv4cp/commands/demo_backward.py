@@ -24,7 +24,9 @@ def ops(demo: Demo) -> None:
     grad_q, grad_keys, g["sinks"] = demo.stage(
         "sparse attention gradient",
         "dsv4_sparse_attention_grad",
-        lambda backend: dsv4cp.dsv4_sparse_attention_grad(grad_out, *saved, backend=backend, plan=demo.plan),
+        lambda backend: dsv4cp.dsv4_sparse_attention_grad(
+            grad_out, *saved, backend=backend, plan=demo.plan if demo.plan.backend == backend else None
+        ),
         lambda got, tick: demo.worst(
             {"q": got[0][0], "kv": got[1][0], "sinks": got[2]},
             checks.attention_grad(*demo.attention64, demo.lists, demo.scale, tick, demo.host(grad_out[0])),

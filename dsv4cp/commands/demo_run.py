@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-import dsv4cp
-
-from .._backend import missing
 from . import demo_checks as checks
 from . import demo_layer as layer
+from . import offers
 from .demo_text import Packed
 from .measure import measured
 
@@ -70,6 +67,7 @@ class Demo:
             self.xp, self.dtype = cupy, "bfloat16"
         self.library = self.xp.__name__
         self.where = f"{self.library}, {self.dtype}"
+        self.offered = dict(offers.ops())
         self.rows: list[Row] = []
         self.limits = LIMITS[self.dtype]
         self.scale, self.index_scale = sizes.head_dim**-0.5, sizes.index_dim**-0.5
@@ -121,14 +119,9 @@ class Demo:
 
     def takes(self, op: str) -> str:
         """The backend of an op: the one asked for where the op offers it, else what "auto" takes."""
-        offered = sys.modules[getattr(dsv4cp, op).__module__].OFFERED
-        if self.backend == "reference" or (self.backend != "auto" and self.backend in offered):
+        if self.backend == "reference" or (self.backend != "auto" and self.backend in self.offered[op]):
             return self.backend
-        if self.library == "cupy":
-            for name in ("cuda", "numba"):
-                if name in offered and missing(name) is None:
-                    return name
-        return "reference"
+        return offers.auto(self.offered[op], self.library)
 
     def half(self, x: Any) -> Any:
         """x with a batch axis, in the dtype the ops get."""

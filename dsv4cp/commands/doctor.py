@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
-import inspect
-from collections.abc import Iterator
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from .._backend import BACKENDS, missing
-from . import machine
-
-SLICES = ("sinkhorn", "sparse_indices", "sparse_attention", "indexer")
+from . import machine, offers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,16 +43,6 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def ops() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Every public function with the backends that this version offers for it."""
-    for name in SLICES:
-        module = importlib.import_module(f"dsv4cp.{name}.ops")
-        for function, value in vars(module).items():
-            if inspect.isfunction(value) and value.__module__ == module.__name__ and not function.startswith("_"):
-                if "backend" in inspect.signature(value).parameters:
-                    yield function, module.OFFERED
-
-
 def state(backend: str, offered: tuple[str, ...]) -> str:
     """"runs", "cannot" where this machine lacks something, "-" where this version has no such backend for the op."""
     if backend not in offered:
@@ -65,20 +50,15 @@ def state(backend: str, offered: tuple[str, ...]) -> str:
     return "runs" if missing(backend) is None else "cannot"
 
 
-def auto(offered: tuple[str, ...]) -> str:
-    """What "auto" takes for CuPy arrays on this machine."""
-    if missing("cuda") is not None:
-        return "-"
-    return next((name for name in ("cuda", "numba") if name in offered and missing(name) is None), "reference")
-
-
 def ops_table() -> Table:
     """One line an op."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("op", *BACKENDS[1:], "auto, CuPy"):
         table.add_column(name, no_wrap=True)
-    for op, offered in ops():
-        table.add_row(op, *(state(b, offered) for b in BACKENDS[1:]), auto(offered))
+    gpu = missing("cuda") is None
+    for op, offered in offers.ops():
+        taken = offers.auto(offered, "cupy") if gpu else "-"
+        table.add_row(op, *(state(b, offered) for b in BACKENDS[1:]), taken)
     return table
 
 
