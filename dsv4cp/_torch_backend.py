@@ -66,7 +66,7 @@ class _RowMajorGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:
-        return y.view_as(y)
+        return y.detach()  # not a view in autograd's eyes, so that the result may be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> torch.Tensor:
