@@ -13,6 +13,7 @@ import numpy as np
 
 from .. import _numba
 from .._arrays import dtype_name
+from . import reference
 from .contract import PlanSpec, Spec
 from .numba_cuda_build import (
     DOCUMENTS,
@@ -32,6 +33,7 @@ from .reference_rows import _document_stop, bounded
 
 # Rows are a warp's work where there are enough of them to fill a GPU, else a block's.
 MANY_ROWS = 8192
+WIDEST = 2**30  # slots: int32 arithmetic inside a row ends here
 MOST_BLOCKS = 2**16  # a multiple of what any GPU runs at once; kernels stride over the rest
 
 # Bits of a float, as an integer of its size: (integer type, bits of +inf).
@@ -105,6 +107,8 @@ def plan(topk_idxs: Any, spec: PlanSpec) -> tuple[Any, Any, Any]:
     if spec.layout != "cudnn":
         shape = (spec.batch, spec.queries, spec.slots)
         return _shifted(topk_idxs, spec, np.int32, 0).reshape(shape), None, None
+    if spec.slots >= WIDEST:
+        return reference.plan(topk_idxs, spec)
     rows = spec.batch * spec.queries
     out = _numba.empty((rows, 1, spec.padded_slots), np.int32, spec.device)
     lengths = _numba.empty((rows,), np.int32, spec.device)
