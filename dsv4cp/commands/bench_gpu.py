@@ -77,7 +77,8 @@ def rows(*, peers: bool, tiny: bool, repeats: int, say: Say) -> Iterator[dict[st
         try:
             case = make(tiny)
         except Exception as error:
-            yield {"case": repr(make), "size": "inputs", "implementation": "dsv4cp", "failed": _words(error)}
+            name = getattr(make, "func", make).__name__
+            yield {"case": name, "size": "making inputs", "implementation": "dsv4cp", "failed": _words(error)}
             continue
         say(f"{case.name}: {case.size}")
         ours = [row(case, name, function, ceilings, repeats) for name, function in case.ours.items()]

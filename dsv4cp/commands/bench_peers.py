@@ -113,10 +113,14 @@ def automodel() -> Any:
     name = "nemo_automodel.components.models.deepseek_v4.optimized_kernels"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.find_spec("nemo_automodel")
-    if spec is None or not spec.submodule_search_locations:
+    if "nemo_automodel" in sys.modules:  # a stand-in of an earlier try, or the package itself
+        folders = list(sys.modules["nemo_automodel"].__path__)
+    else:
+        spec = importlib.util.find_spec("nemo_automodel")
+        folders = list(spec.submodule_search_locations or ()) if spec else []
+    if not folders:
         raise ModuleNotFoundError("No module named 'nemo_automodel'")
-    base = next(iter(spec.submodule_search_locations))
+    base = folders[0]
     for part in ("", ".components", ".components.models", ".components.models.deepseek_v4", ".shared"):
         package = types.ModuleType("nemo_automodel" + part)
         package.__path__ = [base + part.replace(".", "/")]
