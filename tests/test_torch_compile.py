@@ -250,9 +250,3 @@ def test_index_functions_by_operators_are_the_same_and_one_graph(monkeypatch):
     check_equal(again.topk_length, cudnn.topk_length)
     check_equal(again.valid_rows, cudnn.valid_rows)
     assert torch_ops.plan_dsv4_sparse_indices(ids, K, "cudnn").valid_rows is None
-
-
-def test_kernel_limits_are_those_of_the_launches():
-    pytest.importorskip("cupy")
-    cuda = pytest.importorskip("dsv4cp.sinkhorn.cuda")
-    assert max(cuda.WIDTHS) == sinkhorn.LARGEST_M
