@@ -9,6 +9,9 @@ from typing import Any
 from .. import _arrays
 
 FLOAT32_MAX = 3.4028234663852886e38
+KERNEL_M, KERNEL_REPEAT = 16, 2**31 - 1  # what the GPU kernels take
+KNOWN_CALLS = 1024
+_known: dict[tuple[Any, ...], Spec] = {}
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,47 @@ def check_grad(grad_y: Any, x: Any, repeat: Any, eps: Any) -> Spec:
     return spec
 
 
+def kernels_unfit(spec: Spec) -> str | None:
+    """Why the GPU kernels cannot take this call, None when they can."""
+    if spec.compute == "float64":
+        return "x: the kernels compute in float32, got float64"
+    if spec.m > KERNEL_M:
+        return f"x: the kernels take matrices up to {KERNEL_M} x {KERNEL_M}, got {spec.m} x {spec.m}"
+    if spec.repeat > KERNEL_REPEAT:
+        return f"repeat: the kernels count up to {KERNEL_REPEAT}, got {spec.repeat}"
+    return None
+
+
+def within_kernels(op: str, backend: str, spec: Spec) -> str:
+    """`backend`, or "reference" where "auto" has a call that no kernel takes; RuntimeError where one was asked for."""
+    reason = kernels_unfit(spec)
+    if reason is None or backend not in ("auto", "cuda", "numba"):
+        return backend
+    if backend == "auto":
+        return "reference"
+    raise RuntimeError(f"{op}: backend {backend!r} cannot run: {reason}")
+
+
 def _spec(facts: _arrays.ArrayFacts, x: Any, repeat: Any, eps: Any) -> Spec:
-    """The Spec of x with the two numbers."""
-    dtype = _arrays.require_dtype("x", x, _arrays.FLOATS)
+    """The Spec of x with the two numbers; that of an earlier call where everything is the same."""
     shape = tuple(x.shape)
+    if type(repeat) is not int or type(eps) is not float or facts.library not in _arrays.WRAPPED:
+        return _checked(facts, x, shape, repeat, eps)
+    if not all(type(n) is int for n in shape):  # sizes that torch.compile has not fixed yet
+        return _checked(facts, x, shape, repeat, eps)
+    # Checking takes longer than a launch. CuPy's devices have no hash, their ids do.
+    key = (facts.library, getattr(facts.device, "id", facts.device), x.dtype, shape, repeat, eps)
+    spec = _known.get(key)
+    if spec is None:
+        spec = _checked(facts, x, shape, repeat, eps)
+        if len(_known) >= KNOWN_CALLS:
+            _known.clear()
+        _known[key] = spec
+    return spec
+
+
+def _checked(facts: _arrays.ArrayFacts, x: Any, shape: tuple[int, ...], repeat: Any, eps: Any) -> Spec:
+    dtype = _arrays.require_dtype("x", x, _arrays.FLOATS)
     if len(shape) < 2 or shape[-1] != shape[-2] or shape[-1] < 1:
         raise ValueError(f"x: expected shape [..., M, M] with M >= 1, got {list(shape)}")
     compute = "float64" if dtype == "float64" else "float32"

@@ -7,7 +7,7 @@ from typing import Any
 from .._backend import pick
 from . import contract
 
-OFFERED = ("reference",)
+OFFERED = ("reference", "cuda", "numba")
 
 
 def dsv4_sinkhorn_normalize(x: Any, *, repeat: int, eps: float, backend: str = "auto") -> Any:
@@ -27,7 +27,8 @@ def dsv4_sinkhorn_normalize(x: Any, *, repeat: int, eps: float, backend: str = "
         Any strides, read-only arrays too; it is not written.
     repeat: how many times columns are normalised, at least 1.
     eps: at least 0 and finite.
-    backend: "auto", "reference", or another that this version offers and this machine can run.
+    backend: "auto" takes "cuda" for CuPy arrays of M up to 16 in float16, bfloat16 or float32, "reference" for
+        all others. "numba" is "cuda" written to be read: the same limits, slower.
 
     Returns a new contiguous array of x's shape, dtype, library and device. Arithmetic is float32, float64 for
     float64; the softmax subtracts each row's maximum, so logits of any finite size are fine. Each matrix
@@ -44,7 +45,13 @@ def dsv4_sinkhorn_normalize(x: Any, *, repeat: int, eps: float, backend: str = "
     inference code and of NeMo AutoModel's deepseek_v4 torch reference.
     """
     spec = contract.check(x, repeat, eps)
+    backend = contract.within_kernels("dsv4_sinkhorn_normalize", backend, spec)
+    impl: Any
     match pick("dsv4_sinkhorn_normalize", backend, spec.library, offered=OFFERED):
+        case "cuda":
+            from . import cuda as impl
+        case "numba":
+            from . import numba_cuda as impl
         case _:
             from . import reference as impl
     return impl.forward(x, spec)
@@ -80,7 +87,13 @@ def dsv4_sinkhorn_normalize_grad(grad_y: Any, x: Any, *, repeat: int, eps: float
     Source: the chain rule on the definition above.
     """
     spec = contract.check_grad(grad_y, x, repeat, eps)
+    backend = contract.within_kernels("dsv4_sinkhorn_normalize_grad", backend, spec)
+    impl: Any
     match pick("dsv4_sinkhorn_normalize_grad", backend, spec.library, offered=OFFERED):
+        case "cuda":
+            from . import cuda as impl
+        case "numba":
+            from . import numba_cuda as impl
         case _:
             from . import reference as impl
     return impl.backward(grad_y, x, spec)

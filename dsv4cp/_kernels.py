@@ -1,0 +1,299 @@
+"""From CUDA text to a launched kernel: compile, cache, launch. The only caller of cupy.RawModule and of NVRTC.
+
+A kernel is named once with `kernel()`, which compiles nothing, and is compiled at its first launch on a device;
+compiled code is kept in memory per device and on disk by CuPy, keyed by the expanded text (_kernel_text.py).
+
+One door launches: `launch()`. It takes kernel arguments by name, checks each against the parameter list in the
+CUDA text (kind, width, contiguity), and never lets an empty grid reach the driver. CuPy alone would pass
+a Python int as 64 bits, ignore strides and turn None into a null pointer. This file knows no slice.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ._kernel_report import CompileReport, kernel_reports
+from ._kernel_text import Parameter, expand, parameters
+
+STANDARD = "-std=c++17"
+DEFAULT_SHARED = 48 * 1024  # bytes of dynamic shared memory a kernel may use without opting in
+GRID_LIMITS = (2**31 - 1, 65535, 65535)
+BLOCK_LIMITS = (1024, 1024, 64)
+BLOCK_THREADS = 1024
+
+_lock = threading.RLock()
+
+
+# --- Kernels -------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Loaded:
+    """A kernel on one device."""
+
+    function: Any  # cupy.cuda.Function
+    raw: Any  # cupy.RawKernel, which sets attributes of the same function
+    shared_limit: int = DEFAULT_SHARED
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A kernel by name and specialisation; compiled once per device, when first launched there."""
+
+    file: str
+    function: str
+    defines: tuple[tuple[str, str], ...]
+    arch: str | None  # None: the device's own
+    parameters: tuple[Parameter, ...]
+    loaded: dict[int, _Loaded] = field(default_factory=dict, repr=False)
+
+
+def kernel(file: str, function: str, *, defines: Mapping[str, Any] | None = None, arch: str | None = None) -> Kernel:
+    """The kernel `function` of kernels_cu/`file`, specialised by -D options; the same object for the same names.
+
+    arch: "sm_90a" where the kernel needs it, else None for the device's own. Nothing is compiled yet.
+    Raises FileNotFoundError for a missing file, ValueError for a function that the text does not define.
+    """
+    return _kernel(file, function, tuple((name, str(value)) for name, value in (defines or {}).items()), arch)
+
+
+@functools.cache
+def _kernel(file: str, function: str, defines: tuple[tuple[str, str], ...], arch: str | None) -> Kernel:
+    return Kernel(file, function, defines, arch, parameters(file, function))
+
+
+
+
+# --- The launch door -----------------------------------------------------------------------------------
+
+
+def launch(
+    kernel: Kernel,
+    *,
+    grid: int | tuple[int, ...],
+    block: int | tuple[int, ...],
+    shared_bytes: int = 0,
+    stream: Any = None,
+    device: int | None = None,
+    **arguments: Any,
+) -> None:
+    """Queues one launch of `kernel`, compiling it first where needed. Does not wait for it.
+
+    arguments: the kernel's parameters by name. A pointer takes a contiguous CuPy array of the dtype the text
+        declares, or np.uintp(address); a scalar takes the NumPy scalar of exactly its type (np.int64 for i64);
+        a struct takes a NumPy structured scalar or 0-d array.
+    grid, block: 1 to 3 sizes. A grid with a 0 in it launches nothing and never reaches the driver.
+    shared_bytes: dynamic shared memory; more than 48 KB is opted in to, with all of L1 given to shared memory.
+    stream: None for CuPy's current one, an object with `.ptr`, or a cudaStream_t as int.
+    device: where to launch; None for that of the first CuPy array, else the current one. It is current again
+        afterwards whatever it was before.
+
+    Raises TypeError for a missing, unknown or unfit argument and ValueError for a non-contiguous array or sizes
+    out of range, each naming it; RuntimeError with the kernel's name where compiling, loading or launching fails,
+    naming the package to install where NVRTC or CUDA headers are missing.
+    """
+    array = _array_type()
+    values = []
+    for p in kernel.parameters:
+        name, kind = p.name, p.kind
+        if name not in arguments:
+            raise TypeError(f"{kernel.function}: {name}: missing")
+        value = arguments[name]
+        if kind is None:
+            if isinstance(value, array):
+                if p.dtype is not None and value.dtype != p.dtype:
+                    raise TypeError(f"{kernel.function}: {name}: expected dtype {p.dtype}, got {value.dtype}")
+                if not value.flags.c_contiguous:
+                    raise ValueError(f"{kernel.function}: {name}: expected a contiguous array, got a strided one")
+                if device is None:
+                    device = value.data.device_id
+            elif type(value) is not np.uintp:
+                raise TypeError(f"{kernel.function}: {name}: expected a CuPy array or np.uintp, got {_kind(value)}")
+        elif type(value) is not kind and not (kind is np.void and isinstance(value, (np.void, np.ndarray))):
+            raise TypeError(f"{kernel.function}: {name}: expected {kind.__name__}, got {_kind(value)}")
+        values.append(value)
+    if len(values) != len(arguments):
+        unknown = ", ".join(sorted(set(arguments) - {p.name for p in kernel.parameters}))
+        raise TypeError(f"{kernel.function}: {unknown}: no such parameter")
+
+    grid = _sizes(kernel, "grid", grid, GRID_LIMITS)
+    block = _sizes(kernel, "block", block, BLOCK_LIMITS)
+    if 0 in block or block[0] * block[1] * block[2] > BLOCK_THREADS:
+        raise ValueError(f"{kernel.function}: block: expected 1 to {BLOCK_THREADS} threads, got {block}")
+    if 0 in grid:
+        return
+    if type(stream) is int:
+        stream = _stream(stream)
+    runtime = _runtime()
+    current = runtime.getDevice()
+    if device is None or device == current:
+        _queue(kernel, current, grid, block, values, shared_bytes, stream)
+        return
+    runtime.setDevice(device)
+    try:
+        _queue(kernel, device, grid, block, values, shared_bytes, stream)
+    finally:
+        runtime.setDevice(current)
+
+
+def _queue(kernel: Kernel, device: int, grid: Any, block: Any, values: list, shared_bytes: int, stream: Any) -> None:
+    loaded = kernel.loaded.get(device) or _load(kernel, device)
+    try:
+        if shared_bytes > loaded.shared_limit:
+            _allow_shared(loaded, shared_bytes)
+        loaded.function(grid, block, values, shared_mem=shared_bytes, stream=stream)
+    except RuntimeError as error:  # CUDADriverError, CUDARuntimeError
+        asked = f"grid {grid}, block {block}, {shared_bytes} bytes of shared memory"
+        raise RuntimeError(f"{kernel.function}: launch failed: {error} ({asked})") from error
+
+
+def _allow_shared(loaded: _Loaded, shared_bytes: int) -> None:
+    with _lock:
+        loaded.raw.max_dynamic_shared_size_bytes = shared_bytes
+        loaded.raw.preferred_shared_memory_carveout = 100
+        loaded.shared_limit = shared_bytes
+
+
+def _load(kernel: Kernel, device: int) -> _Loaded:
+    """Compiles, or takes from CuPy's disk cache, and loads `kernel` on the current device, which is `device`."""
+    with _lock:
+        if device in kernel.loaded:
+            return kernel.loaded[device]
+        options = (STANDARD, *_define_options(kernel.defines), *([f"-arch={kernel.arch}"] if kernel.arch else []))
+        text = expand(kernel.file)
+        try:
+            raw = _raw_module()(code=text, options=options).get_function(kernel.function)
+            loaded = _Loaded(raw.kernel, raw)
+        except Exception as error:  # CuPy raises errors of many kinds here; each becomes one with a name and advice
+            raise RuntimeError(f"{kernel.file}: {kernel.function}: {_advice(error)}") from error
+        kernel.loaded[device] = loaded
+        return loaded
+
+
+def _sizes(kernel: Kernel, name: str, sizes: Any, limits: tuple[int, int, int]) -> tuple[int, int, int]:
+    given = sizes if type(sizes) is tuple else (sizes,)
+    if not 1 <= len(given) <= 3 or not all(type(n) is int for n in given):
+        raise TypeError(f"{kernel.function}: {name}: expected 1 to 3 ints, got {sizes!r}")
+    full = (*given, 1, 1)[:3]
+    if not (0 <= full[0] <= limits[0] and 0 <= full[1] <= limits[1] and 0 <= full[2] <= limits[2]):
+        raise ValueError(f"{kernel.function}: {name}: expected at most {limits}, got {sizes}")
+    return full
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__ + (f" ({value.dtype})" if isinstance(value, np.ndarray) else "")
+
+
+@functools.cache
+def _array_type() -> Any:
+    import cupy
+
+    return cupy.ndarray
+
+
+@functools.cache
+def _runtime() -> Any:
+    from cupy.cuda import runtime
+
+    return runtime
+
+
+def _raw_module() -> Any:
+    import cupy
+
+    return cupy.RawModule
+
+
+@functools.lru_cache(maxsize=1024)
+def _stream(pointer: int) -> Any:
+    return _Stream(pointer)
+
+
+class _Stream:
+    """A CUDA stream that someone else owns, as a launch reads it."""
+
+    __slots__ = ("ptr",)
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+
+# --- Compiling -----------------------------------------------------------------------------------------
+
+
+def compile_cubin(file: str, *, arch: str, defines: Mapping[str, Any] | None = None) -> CompileReport:
+    """Compiles kernels_cu/`file` for sm_`arch` ("80", "90a") with NVRTC, as a launch would; needs no GPU.
+
+    Raises FileNotFoundError for a missing file; RuntimeError with the compiler's log where the text does not
+    compile, naming the package to install where NVRTC or CUDA headers are missing.
+    """
+    text = expand(file)
+    pairs = tuple((name, str(value)) for name, value in (defines or {}).items())
+    # What CuPy adds to a RawModule's options, so that the tests see what users run.
+    as_cupy = ("-ftz=true", "--device-as-default-execution-space")
+    options = (STANDARD, f"-arch=sm_{arch}", *_define_options(pairs), *as_cupy, *_include_options())
+    try:
+        nvrtc = _nvrtc()
+        program = nvrtc.createProgram(text, file, (), ())
+        try:
+            nvrtc.compileProgram(program, (*options, "--ptxas-options=-v"))
+            log, cubin = nvrtc.getProgramLog(program), nvrtc.getCUBIN(program)
+        except Exception as error:
+            raise RuntimeError(f"{error}\n{nvrtc.getProgramLog(program)}") from error
+        finally:
+            nvrtc.destroyProgram(program)
+    except (RuntimeError, ImportError, OSError) as error:
+        raise RuntimeError(f"{file} for sm_{arch}: {_advice(error)}") from error
+    return CompileReport(file, arch, kernel_reports(log), log, cubin)
+
+
+def _define_options(defines: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
+    return tuple(f"-D{name}={value}" for name, value in defines)
+
+
+def _include_options() -> tuple[str, ...]:
+    """-I for the CUDA headers, where they are installed."""
+    import cupy.cuda
+
+    try:
+        from cuda.pathfinder import find_nvidia_header_directory
+
+        folder = find_nvidia_header_directory("cudart")
+    except Exception:  # an older or missing cuda-pathfinder: ask CuPy
+        folder = None
+    if folder is None and (root := cupy.cuda.get_cuda_path()) is not None:
+        folder = os.path.join(root, "include")
+    return (f"-I{folder}",) if folder else ()
+
+
+def _advice(error: BaseException) -> str:
+    """The error's text, after what to install where it says that NVRTC or a CUDA header is missing."""
+    text = f"{type(error).__name__}: {error}"
+    suffix = "" if _cuda_major() >= 13 else f"-cu{_cuda_major()}"
+    header = re.search(r'(?:cannot|could not) open source file "([^"]+)"', text)
+    if header is not None:
+        return f"the CUDA header {header[1]} is missing; pip install nvidia-cuda-runtime{suffix}\n{text}"
+    if re.search(r"(?i)(find|load|open|import|no such file).*nvrtc", text):
+        return f"the CUDA compiler NVRTC is missing; pip install nvidia-cuda-nvrtc{suffix}\n{text}"
+    return text
+
+
+def _cuda_major() -> int:
+    """The CUDA version that CuPy was built for."""
+    from cupy.cuda import driver
+
+    return driver.get_build_version() // 1000
+
+
+def _nvrtc() -> Any:
+    from cupy.cuda import nvrtc
+
+    return nvrtc

@@ -1,0 +1,166 @@
+"""Sinkhorn on the GPU: launch parameters of kernels_cu/sinkhorn.cu (4 x 4) and sinkhorn_generic.cu (M up to 16).
+
+Both entry points take CuPy arrays; the launch_* functions below them take addresses, for callers whose memory
+is not CuPy's. Work is queued on CuPy's current stream, or the one given; nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import cupy
+import numpy as np
+
+from .. import _kernels
+from .contract import Spec
+
+ELEMENTS = {"float32": "Float32", "bfloat16": "BFloat16", "float16": "Float16"}
+WIDTHS = (2, 4, 8, 16)  # lanes per matrix in the generic kernels
+
+# Every specialisation that this file launches, for the tests that compile them all.
+VARIANTS = {
+    "sinkhorn.cu": [{"ELEMENT": e} for e in ELEMENTS.values()],
+    "sinkhorn_generic.cu": [{"ELEMENT": e, "WIDTH": w} for e in ELEMENTS.values() for w in WIDTHS],
+}
+
+THREADS = 128
+STEP_BYTES = 32 * 2 * 16  # of a warp: r and c of one step, a float4 each for 32 matrices
+WINDOW = 18  # steps kept at once: all of repeat 20, and 12 warps still fit an H100's multiprocessor
+GENERIC_STEP_BYTES = 32 * 2 * 4  # of a warp: r and c of one step, a float each for 32 lanes
+RESIDENT_BLOCKS = 3  # what the registers of sinkhorn4_backward allow
+
+
+def forward(x: Any, spec: Spec) -> Any:
+    """y [..., M, M] in x's dtype."""
+    with x.device:
+        x = cupy.ascontiguousarray(x)
+        y = cupy.empty(spec.shape, x.dtype)
+        launch_forward(x.data.ptr, y.data.ptr, spec)
+    return y
+
+
+def backward(grad_y: Any, x: Any, spec: Spec) -> Any:
+    """grad_x [..., M, M] in x's dtype. A grad_y of another dtype than x is read as float32, and then so is x."""
+    with x.device:
+        dtype = x.dtype
+        if grad_y.dtype != dtype:
+            grad_y, x = grad_y.astype(np.float32), x.astype(np.float32)
+            spec = dataclasses.replace(spec, dtype="float32")
+        grad_y, x = cupy.ascontiguousarray(grad_y), cupy.ascontiguousarray(x)
+        grad_x = cupy.empty(spec.shape, x.dtype)
+        launch_backward(grad_y.data.ptr, x.data.ptr, grad_x.data.ptr, spec)
+        return grad_x.astype(dtype, copy=False)
+
+
+def launch_forward(x: int, y: int, spec: Spec, *, stream: Any = None) -> None:
+    """Queues y from x: addresses of contiguous arrays of spec's dtype on the current device.
+
+    stream: None for CuPy's current one, an object with `.ptr`, or a cudaStream_t as int. Raises RuntimeError
+    where the kernel cannot be compiled or launched.
+    """
+    numbers = {"count": np.int64(spec.matrices), "repeat": np.int32(spec.repeat), "eps": np.float32(spec.eps)}
+    if spec.m == 4 and (x | y) % 16 == 0:
+        _kernels.launch(
+            _kernel("sinkhorn4_forward", spec.dtype),
+            grid=-(-spec.matrices // THREADS),
+            block=THREADS,
+            stream=stream,
+            x=np.uintp(x),
+            y=np.uintp(y),
+            **numbers,
+        )
+        return
+    width = _width(spec.m)
+    _kernels.launch(
+        _kernel("sinkhorn_forward", spec.dtype, width),
+        grid=-(-spec.matrices * width // THREADS),
+        block=THREADS,
+        shared_bytes=THREADS // 32 * _tile_bytes(width),
+        stream=stream,
+        x=np.uintp(x),
+        y=np.uintp(y),
+        m=np.int32(spec.m),
+        **numbers,
+    )
+
+
+def launch_backward(grad_y: int, x: int, grad_x: int, spec: Spec, *, stream: Any = None) -> None:
+    """Queues grad_x from grad_y and x: addresses as in launch_forward, all three of spec's dtype. Raises as it does."""
+    numbers = {"count": np.int64(spec.matrices), "repeat": np.int32(spec.repeat), "eps": np.float32(spec.eps)}
+    if spec.m == 4 and (grad_y | x | grad_x) % 16 == 0:
+        threads, window, shared, blocks = _backward_shape(
+            spec.repeat, spec.dtype == "float32", cupy.cuda.runtime.getDevice()
+        )
+        _kernels.launch(
+            _kernel("sinkhorn4_backward", spec.dtype),
+            grid=min(-(-spec.matrices // threads), blocks),
+            block=threads,
+            shared_bytes=shared,
+            stream=stream,
+            grad_y=np.uintp(grad_y),
+            x=np.uintp(x),
+            grad_x=np.uintp(grad_x),
+            window=np.int32(window),
+            **numbers,
+        )
+        return
+    width = _width(spec.m)
+    window = _window(spec.repeat, WINDOW)
+    _kernels.launch(
+        _kernel("sinkhorn_backward", spec.dtype, width),
+        grid=-(-spec.matrices * width // THREADS),
+        block=THREADS,
+        shared_bytes=THREADS // 32 * (_tile_bytes(width) + window * GENERIC_STEP_BYTES),
+        stream=stream,
+        grad_y=np.uintp(grad_y),
+        x=np.uintp(x),
+        grad_x=np.uintp(grad_x),
+        m=np.int32(spec.m),
+        window=np.int32(window),
+        **numbers,
+    )
+
+
+@functools.cache
+def _kernel(function: str, dtype: str, width: int | None = None) -> _kernels.Kernel:
+    """The kernel specialised for a dtype and, where it is the generic one, a width."""
+    if width is None:
+        return _kernels.kernel("sinkhorn.cu", function, defines={"ELEMENT": ELEMENTS[dtype]})
+    return _kernels.kernel("sinkhorn_generic.cu", function, defines={"ELEMENT": ELEMENTS[dtype], "WIDTH": width})
+
+
+def _width(m: int) -> int:
+    return next(width for width in WIDTHS if width >= m)
+
+
+def _tile_bytes(width: int) -> int:
+    """The generic kernels' tile of a warp: 32 rows of width + 1 floats."""
+    return 32 * (width + 1) * 4
+
+
+def _window(repeat: int, most: int) -> int:
+    """Steps kept at once: all between the first and the last, as far as `most` allows; at least 1."""
+    return max(1, min(repeat - 2, most))
+
+
+@functools.cache
+def _backward_shape(repeat: int, float32: bool, device: int) -> tuple[int, int, int, int]:
+    """Threads, window, shared memory per block and blocks that fill the device, for sinkhorn4_backward.
+
+    Long iterations are repeated once per window: theirs grows with repeat, in smaller blocks, as far as a
+    block's shared memory goes.
+    """
+    about = cupy.cuda.Device(device).attributes
+    most = about["MaxSharedMemoryPerBlockOptin"] // STEP_BYTES
+    window = _window(repeat, min(most, max(WINDOW, repeat // 16)))
+    warp_bytes = max(window * STEP_BYTES, 32 * (64 if float32 else 32))
+    threads = THREADS
+    while threads > 32 and threads // 32 * warp_bytes > 4 * WINDOW * STEP_BYTES:
+        threads //= 2
+    shared = threads // 32 * warp_bytes
+    # CUDA takes 1 KB of each resident block for itself.
+    resident = about["MaxSharedMemoryPerMultiprocessor"] // (shared + 1024)
+    resident = max(1, min(resident, RESIDENT_BLOCKS * THREADS // threads))
+    return threads, window, shared, resident * about["MultiProcessorCount"]
