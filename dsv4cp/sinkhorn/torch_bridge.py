@@ -17,7 +17,6 @@ from .._torch_backend import choose
 from . import contract, ops, reference
 
 Dsv4SinkhornBackend = Literal["torch", "tilelang", "auto"]
-LARGEST_M = 16  # of the CUDA kernels
 
 
 def kernel_missing() -> str | None:
@@ -49,20 +48,16 @@ def dsv4_sinkhorn_normalize(
         backend,
         (x,),
         allowed=("torch", "tilelang", "auto"),
-        kernel_missing=kernel_missing() or _unfit(x),
+        kernel_missing=kernel_missing() or _unfit(x, repeat, eps),
     )
     if picked == "tilelang":
         return NORMALIZE(x, whole_number("repeat", repeat, minimum=1), real_number("eps", eps))
     return sinkhorn_normalize_torch(x, repeat, eps)
 
 
-def _unfit(x: Any) -> str | None:
-    """Why the kernels cannot take x though it is a valid argument, None when they can."""
-    if isinstance(x, torch.Tensor) and x.dtype == torch.float64:
-        return "it computes in float32, got float64"
-    if isinstance(x, torch.Tensor) and x.ndim >= 2 and x.shape[-1] > LARGEST_M:
-        return f"it takes M up to {LARGEST_M}, got {x.shape[-1]}"
-    return None
+def _unfit(x: Any, repeat: Any, eps: Any) -> str | None:
+    """Why the kernels cannot take this call though it is a valid one, None when they can."""
+    return contract.kernels_unfit(contract.check(x, repeat, eps)) if isinstance(x, torch.Tensor) else None
 
 
 def _reference_forward(x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
@@ -75,7 +70,7 @@ def _reference_backward(grad_y: torch.Tensor, x: torch.Tensor, repeat: int, eps:
 
 def _cuda_forward(x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
     spec = contract.check(x, repeat, eps)
-    if _unfit(x) is not None:
+    if contract.kernels_unfit(spec) is not None:
         return reference.forward(x, spec)
     from . import cuda
 
@@ -88,7 +83,7 @@ def _cuda_forward(x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
 
 def _cuda_backward(grad_y: torch.Tensor, x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
     spec = contract.check_grad(grad_y, x, repeat, eps)
-    if _unfit(x) is not None:
+    if contract.kernels_unfit(spec) is not None:
         return reference.backward(grad_y, x, spec)
     if grad_y.dtype != x.dtype:  # torch's own gradients have x's dtype
         return _cuda_backward(grad_y.float(), x.float(), repeat, eps).to(x.dtype)
