@@ -7,6 +7,7 @@ library; array_api_compat recognises arrays of libraries that the caller has imp
 from __future__ import annotations
 
 import operator
+from bisect import bisect_left
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -199,11 +200,11 @@ def _add_rows_numpy(total: Any, ids: Any, values: Any, valid: Any) -> None:
     same = ids[order[1:]] == ids[order[:-1]]
     before = np.full(len(ids), -1)  # the slot before n that has the same id
     before[order[1:][same]] = order[:-1][same]
-    latest = np.maximum.accumulate(before)
+    latest = np.maximum.accumulate(before).tolist()
     buffer = np.empty((0, total.shape[1]), total.dtype)
     first = 0
     while first < len(ids):
-        last = int(np.searchsorted(latest, first))  # the first slot that repeats an id of this run
+        last = bisect_left(latest, first, first)  # the first slot that repeats an id of this run
         rows = ids[first:last]
         if len(buffer) < last - first:
             buffer = np.empty((last - first, total.shape[1]), total.dtype)

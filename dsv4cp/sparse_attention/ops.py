@@ -111,7 +111,7 @@ def dsv4_sparse_attention_grad(
         backward_impl: "atomic" or "deterministic". The reference adds in a fixed order either way, with the
             same code; on other backends "atomic" is the faster one and not repeatable bit for bit.
         backward_workspace_bytes: cap on working memory beyond outputs and the float32 sum of grad_kv. A
-            smaller cap means more passes and the same bits; the reference works within 8 MiB on the CPU
+            smaller cap means more passes and the same bits; the reference works within 16 MiB on the CPU
             unless one query alone needs more.
 
     Returns:

@@ -14,7 +14,7 @@ from typing import Any
 from .._arrays import add_rows, cast, compute_dtype
 from . import contract
 from .contract import Spec
-from .reference_chunks import Scratch, query_chunks, row_chunks, row_major, workspace
+from .reference_chunks import Scratch, product, query_chunks, row_chunks, row_major, workspace
 
 INFERENCE_FLOOR = -1e30  # where the running maximum of the inference arithmetic starts
 EXP_LIMIT = 80.0  # exp of more than this counts as +inf: the sink then takes the whole denominator
@@ -30,7 +30,7 @@ def attend(
 
     Rows of invalid slots are zero. p is rounded to `p_dtype` before it meets the values.
     """
-    scores = xp.matmul(q * scale, xp.matrix_transpose(rows))  # [N, H, T]
+    scores = product(xp, q * scale, xp.matrix_transpose(rows))  # [N, H, T]
     scores = xp.where(valid[:, None, :], scores, -xp.inf)
     shift = softmax_shift(xp, scores, floor)  # [N, H, 1]
     p = xp.exp(scores - shift)
@@ -38,7 +38,7 @@ def attend(
     empty = p_sum == 0
     total = xp.where(empty, 1.0, p_sum + sink_weight(xp, sinks, shift))
     p_low = cast(xp, cast(xp, p, p_dtype), p.dtype)
-    out = xp.matmul(p_low, rows) / total
+    out = product(xp, p_low, rows) / total
     lse = xp.where(empty, -xp.inf, shift + xp.log(xp.where(empty, 1.0, p_sum)))
     return out, lse[:, :, 0]
 
@@ -63,7 +63,7 @@ def attend_grad(
     """(grad_q [N, H, D], grad_sinks per query [N, H], and A [N, 2H, T], X [N, 2H, D] with grad_rows = A^T X)."""
     heads = q.shape[1]
     x = xp.concat([q * scale, grad_out], axis=1)
-    products = xp.matmul(x, xp.matrix_transpose(rows))  # one pass over the rows for both
+    products = product(xp, x, xp.matrix_transpose(rows))  # one pass over the rows for both
     scores = xp.where(valid[:, None, :], products[:, :heads, :], -xp.inf)
     grad_p = products[:, heads:, :]
     empty = lse == -xp.inf
@@ -71,7 +71,7 @@ def attend_grad(
     p = xp.exp(scores - total[:, :, None])
     delta = xp.sum(grad_out * out, axis=-1)
     grad_scores = xp.where(valid[:, None, :], p * (grad_p - delta[:, :, None]), 0.0)
-    grad_q = xp.matmul(grad_scores * scale, rows)
+    grad_q = product(xp, grad_scores * scale, rows)
     unmoved = empty | (sinks[None, :] == xp.inf)  # out is 0 and stays 0 under small changes of the sink
     p_sink = xp.exp(xp.where(sinks == xp.inf, 0.0, sinks)[None, :] - total)
     grad_sinks = xp.where(unmoved, 0.0, -p_sink * delta)
@@ -151,7 +151,7 @@ def backward(
         kept = xp.where(valid, ids[b, first:last, :], -1)
         total = add_rows(xp, total, xp.reshape(kept, (-1,)), grad_rows)
         if last == spec.queries:
-            for rows_first, rows_last in row_chunks(spec, dtype):
+            for rows_first, rows_last in row_chunks(spec):
                 grad_kv[b, rows_first:rows_last, :] = cast(xp, total[rows_first:rows_last, :], kv.dtype)
     if spec.queries == 0:
         grad_kv = xp.zeros(tuple(kv.shape), dtype=kv.dtype, device=spec.device)

@@ -11,14 +11,15 @@ import numpy as np
 from .._arrays import cast
 from .contract import Spec
 
-HOST_BYTES = 8 * 2**20  # what one chunk works on stays in a CPU's last-level cache
+HOST_BYTES = 16 * 2**20  # what one chunk works on stays in a CPU's last-level cache
 DEVICE_BYTES = 128 * 2**20  # elsewhere few large launches are faster
+SERIAL_PRODUCT = 2**18  # OpenBLAS runs products of up to this many multiply-adds on the calling thread
 
 
 def workspace(spec: Spec, dtype: Any) -> int:
     """Bytes that one query needs in `backward`, temporaries of the equations included."""
     item = 8 if dtype == spec.xp.float64 else 4
-    per_slot = 3 * spec.dim + 12 * spec.heads + 8
+    per_slot = 6 * spec.dim + 12 * spec.heads + 8
     per_head = 10 * spec.dim + 16
     return item * (max(spec.slots, 1) * per_slot + spec.heads * per_head)
 
@@ -37,9 +38,9 @@ def query_chunks(
             yield b, first, min(first + step, spec.queries)
 
 
-def row_chunks(spec: Spec, dtype: Any) -> Iterator[tuple[int, int]]:
+def row_chunks(spec: Spec) -> Iterator[tuple[int, int]]:
     """(first, last) of blocks of key rows that are rounded at a time."""
-    step = max(1, HOST_BYTES // (8 * max(spec.dim, 1)))
+    step = max(1, 2**20 // (8 * max(spec.dim, 1)))
     for first in range(0, spec.keys, step):
         yield first, min(first + step, spec.keys)
 
@@ -50,6 +51,30 @@ def row_major(xp: Any, x: Any, dtype: Any) -> Any:
         return xp.ascontiguousarray(x, dtype=dtype)
     x = cast(xp, x, dtype)
     return x.contiguous() if compat.is_torch_array(x) else x
+
+
+def product(xp: Any, a: Any, b: Any, out: Any = None) -> Any:
+    """a @ b for stacks of matrices [N, M, L] and [N, L, J].
+
+    NumPy hands each matrix to BLAS by itself, and at these sizes waking BLAS threads for each costs more than
+    it saves, many times more on a busy machine. Columns are therefore taken in blocks that stay on one
+    thread, where such blocks are not too thin. The blocks depend on M, L and J alone.
+    """
+    if not compat.is_numpy_array(a):
+        return xp.matmul(a, b)
+    n, m, inner = a.shape
+    columns = b.shape[2]
+    if out is None:
+        out = np.empty((n, m, columns), a.dtype)
+    block = SERIAL_PRODUCT // max(m * inner, 1) // 16 * 16
+    if block < 32 or block >= columns:
+        return np.matmul(a, b, out=out)
+    even = columns // block * block
+    split = (columns // block, block)  # splitting an axis makes views, of `out` too
+    blocks = out[:, :, :even].reshape(n, m, *split).swapaxes(1, 2)
+    np.matmul(a[:, None], b[:, :, :even].reshape(n, inner, *split).swapaxes(1, 2), out=blocks)
+    np.matmul(a, b[:, :, even:], out=out[:, :, even:])
+    return out
 
 
 class Scratch:
@@ -74,10 +99,9 @@ class Scratch:
     def grad_rows(self, a: Any, x: Any) -> Any:
         """A^T X as [N*T, D] from A [N, 2H, T] and X [N, 2H, D]."""
         xp = self.spec.xp
-        if not compat.is_numpy_array(a):
-            return xp.reshape(xp.matmul(xp.matrix_transpose(a), x), (-1, x.shape[2]))
-        out = self._buffer("grad_rows", (a.shape[0], a.shape[2], x.shape[2]), a.dtype)
-        return np.matmul(a.swapaxes(1, 2), x, out=out).reshape(-1, x.shape[2])
+        numpy = compat.is_numpy_array(a)
+        out = self._buffer("grad_rows", (a.shape[0], a.shape[2], x.shape[2]), a.dtype) if numpy else None
+        return xp.reshape(product(xp, xp.matrix_transpose(a), x, out), (-1, x.shape[2]))
 
     def _gather_numpy(self, kv: Any, ids: Any, valid: Any) -> Any:
         shape = (*ids.shape, kv.shape[1])
