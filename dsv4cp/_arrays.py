@@ -7,8 +7,8 @@ library; array_api_compat recognises arrays of libraries that the caller has imp
 from __future__ import annotations
 
 import operator
-from bisect import bisect_left
 import sys
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
