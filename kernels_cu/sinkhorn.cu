@@ -1,4 +1,4 @@
-// archs: 80 86 87 89 90 100 103 120
+// archs: 80 86 89 90 100 120
 // hot: sinkhorn4_forward sinkhorn4_backward
 //
 // Sinkhorn normalisation of 4x4 matrices, forward and gradient. One thread holds one matrix in registers.
@@ -36,8 +36,8 @@
 // would receive every sector twice, half-filled. So results go through shared memory and leave as whole
 // lines. LOADS_STAGED=1 does the same for loads, STORES_STAGED=0 stores directly (kept to be measured).
 //
-// Cost on one H200 (132 multiprocessors of 4 schedulers, 1.98 GHz), 4,194,304 float32 matrices, repeat 20: 131072 warps,
-// 248 a scheduler, counted in the sm_90 code:
+// Cost on one H200 (132 multiprocessors of 4 schedulers, 1.98 GHz), 4,194,304 float32 matrices, repeat 20: 131072
+// warps, 248 a scheduler, counted in the sm_90 code:
 //   forward   176 reciprocals and exponentials a thread at 8 cycles a warp = 1408 cycles, beside 1340 issue slots (49.5
 //             an iteration, 270 to load and softmax, 130 to store): 0.18 ms, above the 0.126 ms that memory takes.
 //   backward  3400 issue slots (52.5 an iteration forward, 92 backward, 650 the rest) beside 1440 cycles of
@@ -237,8 +237,8 @@ DEVICE void rows_backward(const float (*P)[4], float eps, const float* r, const 
 
 // The last columns and y_ij = r_i P_ij c_j together, with t_j = sum_i g_ij y_ij:
 //     dP_ij = (g_ij - t_j) r_i c_j,  dC_j = -t_j c_j,  dr_i = sum_j (g_ij - t_j) P_ij c_j
-// Only differences of g within a column matter, but for eps: a g of +100 everywhere has t_j = 100 with an error of 1e-5,
-// which would stay in the result. So a_j, a first t_j, is taken off g exactly. The part taken off is
+// Only differences of g within a column matter, but for eps: a g of +100 everywhere has t_j = 100 with an error of
+// 1e-5, which would stay in the result. So a_j, a first t_j, is taken off g exactly. The part taken off is
 // a_j sum_i y_ij = a_j (1 - eps c_j C_j before these columns), which gives t_j = a_j + s_j with
 //     s_j = sum_i (g_ij - a_j) y_ij - eps a_j c_j C_before_j,   g_ij - t_j = (g_ij - a_j) - s_j
 DEVICE void outputs_backward(const float (*P)[4], float eps, float (*g)[4], const Factors& f, Adjoint& a,

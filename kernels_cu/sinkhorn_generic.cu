@@ -1,4 +1,4 @@
-// archs: 80 86 87 89 90 100 103 120
+// archs: 80 86 89 90 100 120
 //
 // Sinkhorn normalisation of M x M matrices, 1 <= M <= 16, forward and gradient; also 4x4 matrices whose memory
 // is not 16-byte aligned. The equations are those of sinkhorn.cu (y_ij = r_i P_ij c_j; only R = 1/r and C = 1/c
