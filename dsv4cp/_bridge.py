@@ -54,7 +54,7 @@ def define_op(
     if autograd is not None:
 
         def differentiable(*args: Any) -> Any:
-            if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+            if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
                 return autograd.apply(*args)
             with below_autograd():
                 return operator(*args)
@@ -186,8 +186,7 @@ def _allocated_here(x: Any) -> torch.Tensor | None:
 
 def contiguous(x: torch.Tensor) -> torch.Tensor:
     """x itself, or a row-major copy made on the current stream: what a kernel may read by pointer."""
-    x = x.detach()
-    return x.resolve_neg() if x.is_neg() else x.contiguous()
+    return x.detach().resolve_neg().contiguous()
 
 
 def _strided(name: str, x: Any) -> torch.Tensor:

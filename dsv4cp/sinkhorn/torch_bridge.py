@@ -43,21 +43,35 @@ def dsv4_sinkhorn_normalize(
     CUDA tensors where they can run, else "torch". Raises TypeError and ValueError as the array function,
     RuntimeError for "tilelang" where it cannot run.
     """
+    unfit = contract.kernels_unfit(_spec(x, repeat, eps)) if isinstance(x, torch.Tensor) else None
     picked = choose(
         "dsv4_sinkhorn_normalize",
         backend,
         (x,),
         allowed=("torch", "tilelang", "auto"),
-        kernel_missing=kernel_missing() or _unfit(x, repeat, eps),
+        kernel_missing=kernel_missing() or unfit,
     )
     if picked == "tilelang":
         return NORMALIZE(x, whole_number("repeat", repeat, minimum=1), real_number("eps", eps))
     return sinkhorn_normalize_torch(x, repeat, eps)
 
 
-def _unfit(x: Any, repeat: Any, eps: Any) -> str | None:
-    """Why the kernels cannot take this call though it is a valid one, None when they can."""
-    return contract.kernels_unfit(contract.check(x, repeat, eps)) if isinstance(x, torch.Tensor) else None
+_known: dict[tuple[Any, ...], contract.Spec] = {}
+
+
+def _spec(x: torch.Tensor, repeat: Any, eps: Any) -> contract.Spec:
+    """contract.check, remembered by everything it looks at: checking anew would take as long as a launch."""
+    plain = type(x) is torch.Tensor and type(repeat) is int and type(eps) is float
+    if not plain or torch.compiler.is_compiling():
+        return contract.check(x, repeat, eps)
+    key = (x.shape, x.dtype, x.device, repeat, eps)
+    spec = _known.get(key)
+    if spec is None:
+        spec = contract.check(x, repeat, eps)
+        if len(_known) >= contract.KNOWN_CALLS:
+            _known.clear()
+        _known[key] = spec
+    return spec
 
 
 def _reference_forward(x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
@@ -69,7 +83,7 @@ def _reference_backward(grad_y: torch.Tensor, x: torch.Tensor, repeat: int, eps:
 
 
 def _cuda_forward(x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
-    spec = contract.check(x, repeat, eps)
+    spec = _spec(x, repeat, eps)
     if contract.kernels_unfit(spec) is not None:
         return reference.forward(x, spec)
     from . import cuda
@@ -82,7 +96,9 @@ def _cuda_forward(x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
 
 
 def _cuda_backward(grad_y: torch.Tensor, x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
-    spec = contract.check_grad(grad_y, x, repeat, eps)
+    spec = _spec(x, repeat, eps)
+    if grad_y.shape != x.shape or grad_y.device != x.device or grad_y.dtype != x.dtype:
+        spec = contract.check_grad(grad_y, x, repeat, eps)
     if contract.kernels_unfit(spec) is not None:
         return reference.backward(grad_y, x, spec)
     if grad_y.dtype != x.dtype:  # torch's own gradients have x's dtype
