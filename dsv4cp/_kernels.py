@@ -30,6 +30,7 @@ BLOCK_LIMITS = (1024, 1024, 64)
 BLOCK_THREADS = 1024
 
 _lock = threading.RLock()
+_MISSING = object()
 
 
 # --- Kernels -------------------------------------------------------------------------------------------
@@ -54,6 +55,7 @@ class Kernel:
     arch: str | None  # None: the device's own
     parameters: tuple[Parameter, ...]
     loaded: dict[int, _Loaded] = field(default_factory=dict, repr=False)
+    wanted: tuple[tuple[str, type | None, Any], ...] = ()  # the parameters again, as launch() reads them fastest
 
 
 def kernel(file: str, function: str, *, defines: Mapping[str, Any] | None = None, arch: str | None = None) -> Kernel:
@@ -67,7 +69,8 @@ def kernel(file: str, function: str, *, defines: Mapping[str, Any] | None = None
 
 @functools.cache
 def _kernel(file: str, function: str, defines: tuple[tuple[str, str], ...], arch: str | None) -> Kernel:
-    return Kernel(file, function, defines, arch, parameters(file, function))
+    declared = parameters(file, function)
+    return Kernel(file, function, defines, arch, declared, wanted=tuple((p.name, p.kind, p.dtype) for p in declared))
 
 
 
@@ -102,22 +105,21 @@ def launch(
     """
     array = _array_type()
     values = []
-    for p in kernel.parameters:
-        name, kind = p.name, p.kind
-        if name not in arguments:
-            raise TypeError(f"{kernel.function}: {name}: missing")
-        value = arguments[name]
-        if kind is None:
+    for name, kind, dtype in kernel.wanted:
+        value = arguments.get(name, _MISSING)
+        if type(value) is kind:
+            pass
+        elif kind is None:
             if isinstance(value, array):
-                if p.dtype is not None and value.dtype != p.dtype:
-                    raise TypeError(f"{kernel.function}: {name}: expected dtype {p.dtype}, got {value.dtype}")
+                if dtype is not None and value.dtype != dtype:
+                    raise TypeError(f"{kernel.function}: {name}: expected dtype {dtype}, got {value.dtype}")
                 if not value.flags.c_contiguous:
                     raise ValueError(f"{kernel.function}: {name}: expected a contiguous array, got a strided one")
                 if device is None:
                     device = value.data.device_id
             elif type(value) is not np.uintp:
                 raise TypeError(f"{kernel.function}: {name}: expected a CuPy array or np.uintp, got {_kind(value)}")
-        elif type(value) is not kind and not (kind is np.void and isinstance(value, (np.void, np.ndarray))):
+        elif kind is not np.void or not isinstance(value, (np.void, np.ndarray)):
             raise TypeError(f"{kernel.function}: {name}: expected {kind.__name__}, got {_kind(value)}")
         values.append(value)
     if len(values) != len(arguments):
@@ -126,7 +128,7 @@ def launch(
 
     grid = _sizes(kernel, "grid", grid, GRID_LIMITS)
     block = _sizes(kernel, "block", block, BLOCK_LIMITS)
-    if 0 in block or block[0] * block[1] * block[2] > BLOCK_THREADS:
+    if not 1 <= block[0] * block[1] * block[2] <= BLOCK_THREADS:
         raise ValueError(f"{kernel.function}: block: expected 1 to {BLOCK_THREADS} threads, got {block}")
     if 0 in grid:
         return
@@ -179,6 +181,8 @@ def _load(kernel: Kernel, device: int) -> _Loaded:
 
 
 def _sizes(kernel: Kernel, name: str, sizes: Any, limits: tuple[int, int, int]) -> tuple[int, int, int]:
+    if type(sizes) is int and 0 <= sizes <= limits[0]:
+        return sizes, 1, 1
     given = sizes if type(sizes) is tuple else (sizes,)
     if not 1 <= len(given) <= 3 or not all(type(n) is int for n in given):
         raise TypeError(f"{kernel.function}: {name}: expected 1 to 3 ints, got {sizes!r}")
@@ -189,6 +193,8 @@ def _sizes(kernel: Kernel, name: str, sizes: Any, limits: tuple[int, int, int]) 
 
 
 def _kind(value: Any) -> str:
+    if value is _MISSING:
+        return "nothing"
     return type(value).__name__ + (f" ({value.dtype})" if isinstance(value, np.ndarray) else "")
 
 

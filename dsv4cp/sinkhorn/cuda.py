@@ -34,24 +34,33 @@ RESIDENT_BLOCKS = 3  # what the registers of sinkhorn4_backward allow
 
 def forward(x: Any, spec: Spec) -> Any:
     """y [..., M, M] in x's dtype."""
-    with x.device:
-        x = cupy.ascontiguousarray(x)
-        y = cupy.empty(spec.shape, x.dtype)
-        launch_forward(x.data.ptr, y.data.ptr, spec)
+    if x.data.device_id != cupy.cuda.runtime.getDevice():
+        with x.device:
+            return forward(x, spec)
+    x = _contiguous(x)
+    y = cupy.empty(spec.shape, x.dtype)
+    launch_forward(x.data.ptr, y.data.ptr, spec)
     return y
 
 
 def backward(grad_y: Any, x: Any, spec: Spec) -> Any:
     """grad_x [..., M, M] in x's dtype. A grad_y of another dtype than x is read as float32, and then so is x."""
-    with x.device:
-        dtype = x.dtype
-        if grad_y.dtype != dtype:
-            grad_y, x = grad_y.astype(np.float32), x.astype(np.float32)
-            spec = dataclasses.replace(spec, dtype="float32")
-        grad_y, x = cupy.ascontiguousarray(grad_y), cupy.ascontiguousarray(x)
-        grad_x = cupy.empty(spec.shape, x.dtype)
-        launch_backward(grad_y.data.ptr, x.data.ptr, grad_x.data.ptr, spec)
-        return grad_x.astype(dtype, copy=False)
+    if x.data.device_id != cupy.cuda.runtime.getDevice():
+        with x.device:
+            return backward(grad_y, x, spec)
+    dtype = x.dtype
+    if grad_y.dtype != dtype:
+        spec = dataclasses.replace(spec, dtype="float32")
+        return backward(grad_y.astype(np.float32), x.astype(np.float32), spec).astype(dtype, copy=False)
+    grad_y, x = _contiguous(grad_y), _contiguous(x)
+    grad_x = cupy.empty(spec.shape, dtype)
+    launch_backward(grad_y.data.ptr, x.data.ptr, grad_x.data.ptr, spec)
+    return grad_x
+
+
+def _contiguous(x: Any) -> Any:
+    """x, row-major: a copy where its strides are others."""
+    return x if x.flags.c_contiguous else cupy.ascontiguousarray(x)
 
 
 def launch_forward(x: int, y: int, spec: Spec, *, stream: Any = None) -> None:
@@ -60,7 +69,7 @@ def launch_forward(x: int, y: int, spec: Spec, *, stream: Any = None) -> None:
     stream: None for CuPy's current one, an object with `.ptr`, or a cudaStream_t as int. Raises RuntimeError
     where the kernel cannot be compiled or launched.
     """
-    numbers = {"count": np.int64(spec.matrices), "repeat": np.int32(spec.repeat), "eps": np.float32(spec.eps)}
+    numbers = _numbers(spec.matrices, spec.repeat, spec.eps)
     if spec.m == 4 and (x | y) % 16 == 0:
         _kernels.launch(
             _kernel("sinkhorn4_forward", spec.dtype),
@@ -88,7 +97,7 @@ def launch_forward(x: int, y: int, spec: Spec, *, stream: Any = None) -> None:
 
 def launch_backward(grad_y: int, x: int, grad_x: int, spec: Spec, *, stream: Any = None) -> None:
     """Queues grad_x from grad_y and x: addresses as in launch_forward, all three of spec's dtype. Raises as it does."""
-    numbers = {"count": np.int64(spec.matrices), "repeat": np.int32(spec.repeat), "eps": np.float32(spec.eps)}
+    numbers = _numbers(spec.matrices, spec.repeat, spec.eps)
     if spec.m == 4 and (grad_y | x | grad_x) % 16 == 0:
         threads, window, shared, blocks = _backward_shape(
             spec.repeat, spec.dtype == "float32", cupy.cuda.runtime.getDevice()
@@ -121,6 +130,12 @@ def launch_backward(grad_y: int, x: int, grad_x: int, spec: Spec, *, stream: Any
         window=np.int32(window),
         **numbers,
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def _numbers(count: int, repeat: int, eps: float) -> dict[str, Any]:
+    """What every kernel is told, as NumPy scalars of its parameters' types."""
+    return {"count": np.int64(count), "repeat": np.int32(repeat), "eps": np.float32(eps)}
 
 
 @functools.cache
