@@ -15,6 +15,7 @@ from typing import Any
 from .. import _backend
 
 Call = Callable[[], Any]
+Function = Callable[..., Any]  # of one input set's arrays, by name
 Say = Callable[[str], None]
 
 SECONDS = 0.25  # of GPU time for one row
@@ -39,7 +40,7 @@ class Case:
     size: str  # at which shape of which model
     op: str  # what bench_peers calls it
     sets: list[dict[str, Any]]  # CuPy arrays by name, one dictionary an input set
-    ours: dict[str, Callable[..., Any]]  # implementation -> function of one set's arrays
+    ours: dict[str, Function]  # implementation -> function of one set's arrays
     flops: float = 0.0
     bytes: float = 0.0
     scatter: float = 0.0  # bytes added to random rows
@@ -65,7 +66,7 @@ def rows(*, peers: bool, tiny: bool, repeats: int, say: Say) -> Iterator[dict[st
     """
     import cupy
 
-    from . import bench_ceilings, bench_gpu_cases
+    from . import bench_ceilings, bench_gpu_cases, bench_gpu_layers
 
     ceilings = None
     for found in bench_ceilings.rows(tiny=tiny, repeats=repeats, say=say):
@@ -73,7 +74,7 @@ def rows(*, peers: bool, tiny: bool, repeats: int, say: Say) -> Iterator[dict[st
             ceilings = found
         else:
             yield found
-    for make in bench_gpu_cases.CASES:
+    for make in (*bench_gpu_cases.CASES, *bench_gpu_layers.cases()):
         try:
             case = make(tiny)
         except Exception as error:

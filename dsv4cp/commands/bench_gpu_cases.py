@@ -9,12 +9,10 @@ from typing import Any
 
 import dsv4cp
 
-from .bench_gpu import Case, input_sets
+from .bench_gpu import Case, Function, input_sets
 
 REPEAT, EPS = 20, 1e-6  # Sinkhorn
 WINDOW, RATIO = 128, 4
-
-Function = Callable[..., Any]
 
 
 def with_torch(sets: list[dict[str, Any]]) -> bool:

@@ -15,6 +15,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from . import bench_peers_layers as layers
 from .bench_gpu_cases import EPS, REPEAT
 
 Peer = tuple[str, Callable[..., Any]]
@@ -32,6 +33,16 @@ def of(op: str, sets: list[dict[str, Any]], say: Callable[[str], None]) -> Itera
             sources = (automodel_build,)
         case "extract":
             sources = (automodel_extract, torch_gather)
+        case "attention_forward":
+            sources = (layers.flash_mla_forward, layers.automodel_forward)
+        case "attention_backward":
+            sources = (layers.cudnn_backward, layers.automodel_backward)
+        case "indexer_scores":
+            sources = (layers.cudnn_scores, layers.automodel_scores)
+        case "indexer_top-k":
+            sources = (layers.cudnn_topk,)
+        case "indexer_backward":
+            sources = (layers.cudnn_scores_backward, layers.automodel_scores_backward)
     for source in sources:
         try:
             yield from source(sets)

@@ -1,0 +1,207 @@
+"""Attention and indexer cases of the GPU benchmark, one small function each; an op joins when it has GPU kernels.
+
+Work is counted on what a causal V4 layer needs: valid slots only, entries that are finished only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import dsv4cp
+
+from .bench_gpu import Case, Function
+from .bench_gpu_cases import RATIO, WINDOW, selection, with_torch
+
+D = 512  # channels of a head
+INDEX_HEADS, INDEX_DIM = 64, 128
+
+
+def attention_sets(queries: int, heads: int, ratio: int, topk: int) -> tuple[list[dict[str, Any]], int]:
+    """Two input sets of a layer and how many slots are valid in each."""
+    import cupy
+    import ml_dtypes
+
+    entries = queries // ratio
+    keys = queries + entries
+
+    def bf16(*shape: int) -> Any:
+        return cupy.random.standard_normal(shape, dtype=cupy.float32).astype(ml_dtypes.bfloat16)
+
+    sets = []
+    for _ in range(2):
+        chosen = {"compressed_topk": selection(queries, entries, topk)} if topk else {"like": cupy.empty(1)}
+        ids = dsv4cp.build_dsv4_sparse_topk_indices(
+            batch_size=1,
+            seq_len=queries,
+            key_len=keys,
+            window_size=WINDOW,
+            compress_ratio=ratio,
+            n_pooled=entries,
+            **chosen,
+        )
+        sets.append(
+            {
+                "q": bf16(1, queries, heads, D),
+                "kv": bf16(1, keys, D),
+                "sinks": cupy.random.standard_normal(heads, dtype=cupy.float32),
+                "ids": ids,
+                "grad": bf16(1, queries, heads, D),
+            }
+        )
+    return sets, int((sets[0]["ids"] >= 0).sum())
+
+
+def attention(tiny: bool, *, model: str, queries: int, heads: int, ratio: int, topk: int, backward: bool) -> Case:
+    """Sparse attention with a plan made once, as for every layer that shares a selection."""
+    if tiny:
+        queries, topk = 256, min(topk, 32)
+    sets, valid = attention_sets(queries, heads, ratio, topk)
+    keys, slots = sets[0]["kv"].shape[1], sets[0]["ids"].shape[-1]
+    scale = D**-0.5
+    torch_too = with_torch(sets)
+    for arrays in sets:
+        arrays["plan"] = dsv4cp.plan_dsv4_sparse_indices(arrays["ids"], keys, "cuda")
+        if backward:
+            q, kv, sinks, plan = (arrays[name] for name in ("q", "kv", "sinks", "plan"))
+            arrays["out"], arrays["lse"] = dsv4cp.dsv4_sparse_attention(
+                q, kv, sinks, None, scale, backend="cuda", plan=plan, return_lse=True
+            )
+    part = "backward" if backward else "forward"
+    calls = attention_backward if backward else attention_forward
+    ours = calls(sets, keys, scale, torch_too)
+    size = f"{model}: S{queries} H{heads} T{slots} K{keys}, {valid / queries:.0f} valid a query"
+    rows = queries * heads * D * 2  # bytes of q, out, their gradients
+    return Case(
+        f"sparse attention {part}",
+        size,
+        f"attention_{part}",
+        sets,
+        ours,
+        flops=valid * heads * D * (10 if backward else 4),
+        bytes=rows * (4 if backward else 2) + keys * D * (6 if backward else 2) + 4 * queries * slots,
+    )
+
+
+def attention_forward(sets: list[dict[str, Any]], keys: int, scale: float, torch_too: bool) -> dict[str, Function]:
+    ours: dict[str, Function] = {
+        "dsv4cp, CuPy": lambda q, kv, sinks, plan, **_: dsv4cp.dsv4_sparse_attention(
+            q, kv, sinks, None, scale, backend="cuda", plan=plan
+        )
+    }
+    if torch_too:
+        from .. import torch_ops
+
+        for arrays in sets:
+            arrays["plan_"] = torch_ops.plan_dsv4_sparse_indices(arrays["ids_"], keys, "tilelang")
+        ours["dsv4cp.torch_ops"] = lambda q_, kv_, sinks_, plan_, **_: torch_ops.dsv4_sparse_attention(
+            q_, kv_, sinks_, None, scale, backend="tilelang", plan=plan_
+        )
+    return ours
+
+
+def attention_backward(sets: list[dict[str, Any]], keys: int, scale: float, torch_too: bool) -> dict[str, Function]:
+    ours: dict[str, Function] = {
+        f"dsv4cp, CuPy, {impl}": functools.partial(_gradient, scale=scale, impl=impl)
+        for impl in ("atomic", "deterministic")
+    }
+    if torch_too:
+        import torch
+
+        from .. import torch_ops
+
+        for arrays in sets:
+            q, kv, sinks = leaves = [arrays[name].requires_grad_() for name in ("q_", "kv_", "sinks_")]
+            plan = torch_ops.plan_dsv4_sparse_indices(arrays["ids_"], keys, "tilelang")
+            arrays["leaves_"] = leaves
+            arrays["out_"] = torch_ops.dsv4_sparse_attention(q, kv, sinks, None, scale, backend="tilelang", plan=plan)
+        ours["dsv4cp.torch_ops, autograd"] = lambda out_, leaves_, grad_, **_: torch.autograd.grad(
+            out_, leaves_, grad_, retain_graph=True
+        )
+    return ours
+
+
+def _gradient(
+    *, q: Any, kv: Any, sinks: Any, grad: Any, out: Any, lse: Any, plan: Any, scale: float, impl: str, **_: Any
+) -> Any:
+    return dsv4cp.dsv4_sparse_attention_grad(
+        grad, q, kv, sinks, None, out, lse, scale, backend="cuda", backward_impl=impl, plan=plan
+    )
+
+
+# --- Indexer ---------------------------------------------------------------------------------------------
+
+
+def indexer_sets(queries: int, topk: int, tiny: bool) -> tuple[list[dict[str, Any]], int]:
+    """Two input sets and how many (query, entry) pairs are causal."""
+    import cupy
+    import ml_dtypes
+
+    queries = 256 if tiny else queries
+    entries = queries // RATIO
+    topk = min(topk, entries)
+
+    def bf16(*shape: int) -> Any:
+        return cupy.random.standard_normal(shape, dtype=cupy.float32).astype(ml_dtypes.bfloat16)
+
+    sets = [
+        {
+            "q": bf16(1, queries, INDEX_HEADS, INDEX_DIM),
+            "pooled": bf16(1, entries, INDEX_DIM),
+            "weights": cupy.random.standard_normal((1, queries, INDEX_HEADS), dtype=cupy.float32),
+            "ids": cupy.sort(cupy.random.randint(0, entries, (1, queries, topk), dtype=cupy.int32)),
+            "grad": cupy.random.standard_normal((1, queries, topk), dtype=cupy.float32),
+        }
+        for _ in range(2)
+    ]
+    return sets, sum((i + 1) // RATIO for i in range(queries))
+
+
+def indexing(tiny: bool, *, part: str, queries: int, topk: int) -> Case:
+    """Scores of every finished entry, the exact top-k of them, or the gradient through chosen entries."""
+    sets, pairs = indexer_sets(queries, topk, tiny)
+    queries, topk = sets[0]["ids"].shape[1:]
+    with_torch(sets)
+    numbers: dict[str, Any] = {"compress_ratio": RATIO, "softmax_scale": INDEX_DIM**-0.5, "backend": "cuda"}
+    pair = INDEX_HEADS * INDEX_DIM
+    work: dict[str, Any] = {}
+    call: Function
+    match part:
+        case "scores":
+            call = lambda q, pooled, weights, **_: dsv4cp.dsv4_indexer_scores(q, pooled, weights, **numbers)  # noqa: E731
+            work = {"flops": 2 * pairs * pair, "bytes": 4 * pairs}
+        case "top-k":
+            call = lambda q, pooled, weights, **_: dsv4cp.dsv4_indexer_topk(q, pooled, weights, topk, **numbers)  # noqa: E731
+            work = {"flops": 2 * pairs * pair, "bytes": 4 * queries * topk}
+        case _:
+            call = lambda q, pooled, weights, ids, grad, **_: dsv4cp.dsv4_indexer_topk_scores_grad(  # noqa: E731
+                grad, q, pooled, weights, ids, **numbers
+            )
+            work = {"flops": 6 * queries * topk * pair}
+    for arrays in sets:
+        arrays["numbers"] = numbers
+    size = f"indexer: S{queries} P{queries // RATIO} I{INDEX_HEADS} E{INDEX_DIM} top-k {topk}"
+    return Case(f"indexer {part}", size, f"indexer_{part}", sets, {"dsv4cp, CuPy": call}, **work)
+
+
+ATTENTION: tuple[dict[str, Any], ...] = (
+    {"model": "V4-Flash R4", "queries": 4096, "heads": 64, "ratio": 4, "topk": 512},
+    {"model": "V4-Flash R128", "queries": 4096, "heads": 64, "ratio": 128, "topk": 0},
+    {"model": "V4-Pro R4", "queries": 8192, "heads": 128, "ratio": 4, "topk": 1024},
+)
+INDEXER: tuple[dict[str, Any], ...] = ({"queries": 4096, "topk": 512}, {"queries": 32768, "topk": 1024})
+
+
+def cases() -> list[Callable[[bool], Case]]:
+    """The cases of the ops that have CUDA kernels in this version."""
+    from ..indexer.ops import OFFERED as indexer_offered
+    from ..sparse_attention.ops import OFFERED as attention_offered
+
+    made: list[Callable[[bool], Case]] = []
+    if "cuda" in attention_offered:
+        made += [functools.partial(attention, **shape, backward=b) for shape in ATTENTION for b in (False, True)]
+    if "cuda" in indexer_offered:
+        parts = ("scores", "top-k", "backward")
+        made += [functools.partial(indexing, **shape, part=part) for shape in INDEXER for part in parts]
+    return made
