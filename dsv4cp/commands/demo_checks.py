@@ -148,8 +148,8 @@ def differing_rows(lists: np.ndarray, ids: np.ndarray, packed: Packed, window: i
         return tokens
     for s, row in enumerate(lists):
         reach = min(window - 1, int(packed.positions[s]))
-        want = [*range(s - reach, s + 1), *(tokens + int(j) for j in ids[s] if j >= 0)]
-        different += [int(k) for k in row if k >= 0] != want
+        want = [*range(s - reach, s + 1), *(tokens + ids[s][ids[s] >= 0].astype(np.int64)).tolist()]
+        different += row[row >= 0].tolist() != want
     return different
 
 
