@@ -12,7 +12,8 @@ import pytest
 
 import dsv4cp
 from dsv4cp.__main__ import main
-from dsv4cp.commands import demo_checks, demo_text, doctor, machine, offers
+from dsv4cp.commands import demo_checks, demo_run, demo_text, doctor, machine, offers
+from dsv4cp.commands.demo_layer import Sizes
 from tests.support import naive
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,6 +67,30 @@ def test_demo_takes_the_shortest_texts(text, tmp_path, capsys):
     path = tmp_path / "short.txt"
     path.write_text(text)
     assert main(["demo", str(path), *SMALL]) == 0, capsys.readouterr().out
+
+
+def test_demo_in_half_precision(capsys):
+    """What the demo does on a GPU, with NumPy in CuPy's place: the ops get bfloat16, the limits are wider."""
+    packed = demo_text.pack(demo_text.read_text(None, 150), 4)
+    demo = demo_run.Demo(packed, Sizes(150, 2, 16, 12, 6, 2, 8), backend="auto", seed=0, on_gpu=False)
+    demo.dtype, demo.limits = "bfloat16", demo_run.LIMITS["bfloat16"]
+    demo.run()
+    assert demo.failed() == [] and demo.q.dtype.name == "bfloat16"
+    assert max(row.error for row in demo.rows) > 1e-4, "bfloat16 must show in the errors"
+
+
+@pytest.mark.gpu
+def test_demo_on_the_gpu(capsys):
+    assert main(["demo", "--tokens", "1024", "--top-k", "128"]) == 0, capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "cupy, bfloat16" in out
+
+
+@pytest.mark.gpu
+def test_doctor_on_the_gpu(capsys):
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert machine.gpu()["name"] in out and "GPU: none" not in out
 
 
 def spoiled(name, spoil):
