@@ -13,6 +13,7 @@ import warnings
 BACKENDS = ("auto", "reference", "cuda", "numba", "cudnn")
 
 
+@functools.cache  # a machine does not change, and asking the driver takes as long as a launch
 def missing(backend: str) -> str | None:
     """Why this machine cannot run a backend, whatever the op; None when it can."""
     if backend == "reference":
