@@ -185,8 +185,9 @@ def _allocated_here(x: Any) -> torch.Tensor | None:
 
 
 def contiguous(x: torch.Tensor) -> torch.Tensor:
-    """x itself, or a row-major copy made on the current stream: what a kernel may read by pointer."""
-    return x.detach().resolve_neg().contiguous()
+    """What a kernel may read by pointer: x itself, or a row-major copy that begins on 16 bytes, on the current stream."""
+    x = x.detach().resolve_neg().contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
 
 
 def _strided(name: str, x: Any) -> torch.Tensor:

@@ -183,6 +183,13 @@ def test_contiguous_copies_only_what_is_not_row_major():
         check_equal(got, view)
 
 
+def test_contiguous_starts_on_16_bytes():
+    x = torch.arange(33.0)[1:]
+    got = _bridge.contiguous(x)
+    assert got.data_ptr() % 16 == 0
+    check_equal(got, x)
+
+
 # --- Operators -------------------------------------------------------------------------------------------
 
 

@@ -58,7 +58,7 @@ def gemm(cupy: Any, n: int) -> tuple[str, Callable[[], Any]]:
 
 def copy(cupy: Any, size: int) -> Callable[[], Any]:
     """One plain device-to-device copy."""
-    source = cupy.random.randint(0, 1 << 30, size // 4, dtype=cupy.int32)
+    source = cupy.random.random(size // 4, dtype=cupy.float32)
     target = cupy.empty_like(source)
     return lambda: target.data.copy_from_device_async(source.data, size)
 

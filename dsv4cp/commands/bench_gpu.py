@@ -20,7 +20,7 @@ Say = Callable[[str], None]
 
 SECONDS = 0.25  # of GPU time for one row
 SHORT = 0.25  # ms: calls shorter than this are timed in batches of about this length
-MOST_SETS = 64
+MOST_SETS = 512
 
 
 @dataclass(frozen=True)
