@@ -185,7 +185,7 @@ def _allocated_here(x: Any) -> torch.Tensor | None:
 
 
 def contiguous(x: torch.Tensor) -> torch.Tensor:
-    """What a kernel may read by pointer: x itself, or a row-major copy that begins on 16 bytes, on the current stream."""
+    """What a kernel may read by pointer: x, or a row-major copy made on the current stream; begins on 16 bytes."""
     x = x.detach().resolve_neg().contiguous()
     return x.clone() if x.data_ptr() % 16 else x
 
