@@ -201,11 +201,17 @@ def _strided(name: str, x: Any) -> torch.Tensor:
     return x.detach().resolve_conj().resolve_neg()
 
 
+# CuPy streams that torch's allocator will put an event on when it frees what they read. CuPy destroys a stream
+# with its last reference, and an event on a destroyed stream ends the process: so these are kept.
+_recorded: dict[int, Any] = {}
+
+
 def to_cupy(x: Any) -> Any:
     """A CuPy array on the memory of a CUDA tensor, any strides, bfloat16 included; the autograd history stays behind.
 
     CuPy's current stream waits for torch's. When they differ, torch keeps the memory until the work that
-    CuPy's stream holds at the tensor's end is done. TypeError for another library's array or layout,
+    CuPy's stream holds at the tensor's end is done, and that stream lives as long as the process.
+    TypeError for another library's array or layout,
     ValueError for a tensor that is not on a CUDA device.
     """
     import cupy
@@ -215,9 +221,10 @@ def to_cupy(x: Any) -> Any:
         raise ValueError(f"x: expected a CUDA tensor, got one on {x.device} (to_numpy takes those)")
     index = x.get_device()
     with cupy.cuda.Device(index):
-        ours = cupy.cuda.get_current_stream().ptr
-        if ours != stream_pointer(index):
-            x.record_stream(torch.cuda.ExternalStream(ours, device=index))
+        ours = cupy.cuda.get_current_stream()
+        if ours.ptr != stream_pointer(index):
+            _recorded[ours.ptr] = ours
+            x.record_stream(torch.cuda.ExternalStream(ours.ptr, device=index))
         return cupy.from_dlpack(x)
 
 
