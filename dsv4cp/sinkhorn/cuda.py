@@ -36,7 +36,11 @@ def forward(x: Any, spec: Spec) -> Any:
     """y [..., M, M] in x's dtype."""
     if x.data.device_id != cupy.cuda.runtime.getDevice():
         with x.device:
-            return forward(x, spec)
+            return _forward(x, spec)
+    return _forward(x, spec)
+
+
+def _forward(x: Any, spec: Spec) -> Any:
     x = _contiguous(x)
     y = cupy.empty(spec.shape, x.dtype)
     launch_forward(x.data.ptr, y.data.ptr, spec)
@@ -47,11 +51,15 @@ def backward(grad_y: Any, x: Any, spec: Spec) -> Any:
     """grad_x [..., M, M] in x's dtype. A grad_y of another dtype than x is read as float32, and then so is x."""
     if x.data.device_id != cupy.cuda.runtime.getDevice():
         with x.device:
-            return backward(grad_y, x, spec)
+            return _backward(grad_y, x, spec)
+    return _backward(grad_y, x, spec)
+
+
+def _backward(grad_y: Any, x: Any, spec: Spec) -> Any:
     dtype = x.dtype
     if grad_y.dtype != dtype:
         spec = dataclasses.replace(spec, dtype="float32")
-        return backward(grad_y.astype(np.float32), x.astype(np.float32), spec).astype(dtype, copy=False)
+        return _backward(grad_y.astype(np.float32), x.astype(np.float32), spec).astype(dtype, copy=False)
     grad_y, x = _contiguous(grad_y), _contiguous(x)
     grad_x = cupy.empty(spec.shape, dtype)
     launch_backward(grad_y.data.ptr, x.data.ptr, grad_x.data.ptr, spec)

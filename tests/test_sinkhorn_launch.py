@@ -1,0 +1,119 @@
+"""What the Sinkhorn kernels are launched with, without a GPU: which kernel, how many blocks, how much shared memory."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from dsv4cp import _kernels
+from dsv4cp.sinkhorn import contract, cuda
+
+# Shared memory of a block (opt-in) and of a multiprocessor, in bytes, and multiprocessors.
+DEVICES = {"sm_80": (166912, 167936, 108), "sm_86": (101376, 102400, 84), "sm_90": (232448, 233472, 132)}
+FAR = 2**40  # an address
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    made = []
+
+    def launch(kernel, *, grid, block, shared_bytes=0, stream=None, **arguments):
+        kinds = {name: kind for name, kind, _ in kernel.wanted}
+        assert arguments.keys() == kinds.keys()
+        for name, value in arguments.items():
+            assert type(value) is (kinds[name] or np.uintp), name
+        values = {name: value.item() for name, value in arguments.items()}
+        shape = {"grid": grid, "block": block, "shared": shared_bytes, "stream": stream}
+        made.append(SimpleNamespace(kernel=kernel, **shape, **values))
+
+    monkeypatch.setattr(_kernels, "launch", launch)
+    return made
+
+
+@pytest.fixture(params=DEVICES)
+def limits(request, monkeypatch):
+    per_block, per_multiprocessor, multiprocessors = DEVICES[request.param]
+    attributes = {
+        "MaxSharedMemoryPerBlockOptin": per_block,
+        "MaxSharedMemoryPerMultiprocessor": per_multiprocessor,
+        "MultiProcessorCount": multiprocessors,
+    }
+    fake = SimpleNamespace(
+        cuda=SimpleNamespace(
+            Device=lambda index: SimpleNamespace(attributes=attributes),
+            runtime=SimpleNamespace(getDevice=lambda: 0),
+        )
+    )
+    monkeypatch.setattr(cuda, "cupy", fake)
+    cuda._backward_shape.cache_clear()
+    yield per_block, per_multiprocessor, multiprocessors
+    cuda._backward_shape.cache_clear()
+
+
+def spec_of(count: int, m: int = 4, repeat: int = 20, dtype=np.float32) -> contract.Spec:
+    x = np.broadcast_to(np.zeros((m, m), dtype), (count, m, m))
+    return contract.check(x, repeat, 1e-6)
+
+
+@pytest.mark.parametrize("count", [0, 1, 31, 128, 129, 4_194_304])
+@pytest.mark.parametrize("m", range(1, 17))
+def test_every_matrix_has_its_threads(launches, limits, m, count):
+    spec = spec_of(count, m)
+    cuda.launch_forward(FAR, 2 * FAR, spec, stream=7)
+    cuda.launch_backward(FAR, 2 * FAR, 3 * FAR, spec)
+    forward, backward = launches
+    assert forward.stream == 7
+    lanes = 1 if m == 4 else next(w for w in (2, 4, 8, 16) if w >= m)
+    for launch in (forward, backward):
+        assert launch.count == count
+        assert (launch.kernel.file == "sinkhorn.cu") == (m == 4)
+        made_of = [{k: str(v) for k, v in defines.items()} for defines in cuda.VARIANTS[launch.kernel.file]]
+        assert dict(launch.kernel.defines) in made_of
+    assert (forward.grid - 1) * forward.block < max(count, 1) * lanes <= max(forward.grid, 1) * forward.block
+    assert (backward.grid == 0) == (count == 0)
+    if m != 4:
+        assert forward.m == backward.m == m
+        assert dict(forward.kernel.defines)["WIDTH"] == str(lanes)
+        assert forward.shared == forward.block // 32 * 32 * (lanes + 1) * 4
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("repeat", [1, 2, 3, 19, 20, 21, 50, 400, 5000, 10**6])
+def test_backward_fits_the_device(launches, limits, repeat, dtype):
+    per_block, per_multiprocessor, multiprocessors = limits
+    cuda.launch_backward(FAR, 2 * FAR, 3 * FAR, spec_of(4_194_304, repeat=repeat, dtype=dtype))
+    (launch,) = launches
+    warps = launch.block // 32
+    assert launch.block % 32 == 0
+    assert 32 <= launch.block <= 128
+    assert 1 <= launch.window <= max(1, repeat - 2)
+    assert launch.shared == warps * max(launch.window * 1024, 32 * 16 * np.dtype(dtype).itemsize)
+    assert launch.shared <= per_block
+    resident = launch.grid // multiprocessors
+    assert launch.grid % multiprocessors == 0
+    assert resident == 1 or resident * (launch.shared + 1024) <= per_multiprocessor
+    assert resident * warps <= 12
+
+
+def test_repeat_20_fills_an_h100_with_12_warps_a_multiprocessor(launches, limits):
+    if limits != DEVICES["sm_90"]:
+        pytest.skip("about one device")
+    cuda.launch_backward(FAR, 2 * FAR, 3 * FAR, spec_of(4_194_304))
+    (launch,) = launches
+    assert (launch.block, launch.window, launch.shared, launch.grid) == (128, 18, 4 * 18 * 1024, 3 * 132)
+
+
+@pytest.mark.parametrize("off", [1, 2, 4, 8])
+def test_addresses_off_16_bytes_take_the_generic_kernels(launches, limits, off):
+    spec = spec_of(100)
+    cuda.launch_forward(FAR + off, FAR, spec)
+    cuda.launch_forward(FAR, FAR + off, spec)
+    cuda.launch_backward(FAR + off, FAR, FAR, spec)
+    cuda.launch_backward(FAR, FAR + off, FAR, spec)
+    cuda.launch_backward(FAR, FAR, FAR + off, spec)
+    assert {launch.kernel.file for launch in launches} == {"sinkhorn_generic.cu"}
+    assert {dict(launch.kernel.defines)["WIDTH"] for launch in launches} == {"4"}
