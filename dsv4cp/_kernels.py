@@ -151,7 +151,7 @@ def _queue(kernel: Kernel, device: int, grid: Any, block: Any, values: list, sha
     try:
         if shared_bytes > loaded.shared_limit:
             _allow_shared(loaded, shared_bytes)
-        loaded.function(grid, block, values, shared_mem=shared_bytes, stream=stream)
+        loaded.function(grid, block, tuple(values), shared_mem=shared_bytes, stream=stream)
     except RuntimeError as error:  # CUDADriverError, CUDARuntimeError
         asked = f"grid {grid}, block {block}, {shared_bytes} bytes of shared memory"
         raise RuntimeError(f"{kernel.function}: launch failed: {error} ({asked})") from error
