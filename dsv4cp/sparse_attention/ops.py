@@ -55,9 +55,9 @@ def dsv4_sparse_attention(
     A query without a valid slot (also T = 0 or K = 0) has out 0 and lse -inf, for any sink. Sink +inf: out
     0. Sink -inf: no sink. NaN and infinities in rows that a query did not select never reach it; a NaN that
     it selected makes its output NaN. Arithmetic is float32 (float64 when q or kv is float64): scores, their
-    maximum, the sum of unrounded p; p is rounded to kv's dtype before it is multiplied with the values.
-    Works on chunks of queries: memory beyond inputs and outputs stays under 256 MiB for any B, S and K, and
-    with NumPy the result has the same bits for every chunk size.
+    maximum, the sum of unrounded p; for a float16 or bfloat16 kv p is rounded to that dtype before it is
+    multiplied with the values. Works on chunks of queries: memory beyond inputs and outputs stays under
+    256 MiB for any B, S and K, and with NumPy the result has the same bits for every chunk size.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype, arrays of different libraries, torch tensors.

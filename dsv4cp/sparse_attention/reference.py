@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._arrays import add_rows, cast, compute_dtype
+from .._arrays import add_rows, cast, compute_dtype, dtype_name
 from . import contract
 from .contract import Spec
-from .reference_chunks import Scratch, product, query_chunks, row_chunks, row_major, workspace
+from .reference_chunks import Scratch, at_least_one_row, product, query_chunks, row_chunks, row_major, workspace
 
 INFERENCE_FLOOR = -1e30  # where the running maximum of the inference arithmetic starts
 EXP_LIMIT = 80.0  # exp of more than this counts as +inf: the sink then takes the whole denominator
@@ -36,7 +36,7 @@ def attend(
     p = xp.exp(scores - shift)
     p_sum = xp.sum(p, axis=-1, keepdims=True)
     empty = p_sum == 0
-    total = xp.where(empty, 1.0, p_sum + sink_weight(xp, sinks, shift))
+    total = p_sum + sink_weight(xp, sinks, shift, empty)
     p_low = cast(xp, cast(xp, p, p_dtype), p.dtype)
     out = product(xp, p_low, rows) / total
     lse = xp.where(empty, -xp.inf, shift + xp.log(xp.where(empty, 1.0, p_sum)))
@@ -50,9 +50,12 @@ def softmax_shift(xp: Any, scores: Any, floor: float) -> Any:
     return xp.where(top == -xp.inf, 0.0, top)
 
 
-def sink_weight(xp: Any, sinks: Any, shift: Any) -> Any:
-    """exp(sink - shift) [N, H, 1]: 0 at sink -inf, +inf from EXP_LIMIT on, without overflow on the way."""
-    gap = sinks[None, :, None] - shift
+def sink_weight(xp: Any, sinks: Any, shift: Any, empty: Any) -> Any:
+    """exp(sink - shift) [N, H, 1]: 0 at sink -inf, +inf from EXP_LIMIT on, without overflow on the way.
+
+    1 where no key weighs anything: the output is 0 / 1 there and the sink has no gradient, whatever it is.
+    """
+    gap = xp.where(empty, 0.0, sinks[None, :, None] - shift)
     huge = gap > EXP_LIMIT
     return xp.where(huge, xp.inf, xp.exp(xp.where(huge, 0.0, gap)))
 
@@ -67,14 +70,16 @@ def attend_grad(
     scores = xp.where(valid[:, None, :], products[:, :heads, :], -xp.inf)
     grad_p = products[:, heads:, :]
     empty = lse == -xp.inf
-    total = xp.logaddexp(xp.where(empty, 0.0, lse), sinks[None, :])  # log of the whole denominator, [N, H]
+    endless = sinks[None, :] == xp.inf
+    keys_part, sink_part = xp.where(empty, 0.0, lse), xp.where(endless, 0.0, sinks[None, :])
+    larger = xp.maximum(keys_part, sink_part)
+    total = larger + xp.log(xp.exp(keys_part - larger) + xp.exp(sink_part - larger))
+    total = xp.where(endless, xp.inf, total)  # log of the whole denominator, [N, H]
     p = xp.exp(scores - total[:, :, None])
     delta = xp.sum(grad_out * out, axis=-1)
     grad_scores = xp.where(valid[:, None, :], p * (grad_p - delta[:, :, None]), 0.0)
     grad_q = product(xp, grad_scores * scale, rows)
-    unmoved = empty | (sinks[None, :] == xp.inf)  # out is 0 and stays 0 under small changes of the sink
-    p_sink = xp.exp(xp.where(sinks == xp.inf, 0.0, sinks)[None, :] - total)
-    grad_sinks = xp.where(unmoved, 0.0, -p_sink * delta)
+    grad_sinks = xp.where(empty | endless, 0.0, -xp.exp(sink_part - total) * delta)
     return grad_q, grad_sinks, xp.concat([grad_scores, p], axis=1), x
 
 
@@ -91,7 +96,7 @@ def attend_dense(xp: Any, q: Any, kv: Any, counts: Any, sinks: Any, scale: float
     shift = softmax_shift(xp, scores, -xp.inf)
     p = xp.exp(scores - shift) * counts[:, None, :]
     p_sum = xp.sum(p, axis=-1, keepdims=True)
-    total = xp.where(p_sum == 0, 1.0, p_sum + sink_weight(xp, sinks, shift))
+    total = p_sum + sink_weight(xp, sinks, shift, p_sum == 0)
     out = xp.matmul(p, kv) / total
     return xp.where(xp.matmul(counts, broken)[:, None, None] > 0, xp.nan, out)
 
@@ -106,10 +111,11 @@ def forward(
     xp, dtype = spec.xp, compute_dtype(spec.xp, q, kv)
     out = xp.empty((spec.batch, spec.queries, spec.heads, spec.dim), dtype=q.dtype, device=spec.device)
     lse = xp.empty((spec.batch, spec.queries, spec.heads), dtype=dtype, device=spec.device)
+    p_dtype = kv.dtype if dtype_name(kv) in ("float16", "bfloat16") else dtype
     scratch = Scratch(spec, dtype)
     for b, first, last in query_chunks(spec, dtype, step):
         rows, valid = scratch.gather(kv[b, ...], ids[b, first:last, :])
-        chunk = attend_chunk(xp, q[b, first:last, ...], rows, valid, sinks, spec, kv.dtype, reference_rounding)
+        chunk = attend_chunk(xp, q[b, first:last, ...], rows, valid, sinks, spec, p_dtype, reference_rounding)
         out[b, first:last, ...] = cast(xp, chunk[0], q.dtype)
         lse[b, first:last, ...] = chunk[1]
     return out, lse
@@ -177,12 +183,13 @@ def dense(q: Any, kv: Any, sinks: Any, ids: Any, spec: Spec) -> Any:
 
 def dense_chunk(xp: Any, q: Any, kv: Any, sinks: Any, ids: Any, spec: Spec, dtype: Any) -> Any:
     """`attend_dense` for N queries with ids [N, T], in the dtype that the arithmetic runs in."""
-    queries = ids.shape[0]
+    kv = at_least_one_row(xp, kv)
+    queries, keys = ids.shape[0], kv.shape[0]
     valid = (ids >= 0) & (ids < spec.keys)
-    cell = xp.arange(queries, dtype=xp.int64, device=spec.device)[:, None] * spec.keys + cast(xp, ids, xp.int64)
+    cell = xp.arange(queries, dtype=xp.int64, device=spec.device)[:, None] * keys + cast(xp, ids, xp.int64)
     cell = xp.reshape(xp.where(valid, cell, -1), (-1,))
     ones = xp.ones((cell.shape[0], 1), dtype=dtype, device=spec.device)
-    counts = xp.zeros((queries * spec.keys, 1), dtype=dtype, device=spec.device)
-    counts = xp.reshape(add_rows(xp, counts, cell, ones), (queries, spec.keys))
+    counts = xp.zeros((queries * keys, 1), dtype=dtype, device=spec.device)
+    counts = xp.reshape(add_rows(xp, counts, cell, ones), (queries, keys))
     q, kv, sinks = (row_major(xp, x, dtype) for x in (q, kv, sinks))
     return attend_dense(xp, q, kv, counts, sinks, spec.scale)

@@ -57,8 +57,8 @@ def product(xp: Any, a: Any, b: Any, out: Any = None) -> Any:
     """a @ b for stacks of matrices [N, M, L] and [N, L, J].
 
     NumPy hands each matrix to BLAS by itself, and at these sizes waking BLAS threads for each costs more than
-    it saves, many times more on a busy machine. Columns are therefore taken in blocks that stay on one
-    thread, where such blocks are not too thin. The blocks depend on M, L and J alone.
+    it saves, many times more on a busy machine. The longer side of the result is therefore taken in blocks
+    that stay on one thread, where such blocks are not too thin. The blocks depend on M, L and J alone.
     """
     if not compat.is_numpy_array(a):
         return xp.matmul(a, b)
@@ -66,6 +66,9 @@ def product(xp: Any, a: Any, b: Any, out: Any = None) -> Any:
     columns = b.shape[2]
     if out is None:
         out = np.empty((n, m, columns), a.dtype)
+    if m > columns:
+        product(xp, b.swapaxes(1, 2), a.swapaxes(1, 2), out.swapaxes(1, 2))
+        return out
     block = SERIAL_PRODUCT // max(m * inner, 1) // 16 * 16
     if block < 32 or block >= columns:
         return np.matmul(a, b, out=out)
@@ -90,8 +93,7 @@ class Scratch:
         if spec.slots == 0:
             ids = xp.full((ids.shape[0], 1), -1, dtype=ids.dtype, device=spec.device)
         valid = (ids >= 0) & (ids < spec.keys)
-        if spec.keys == 0:
-            return xp.zeros((*ids.shape, spec.dim), dtype=self.dtype, device=spec.device), valid
+        kv = at_least_one_row(xp, kv)
         if compat.is_numpy_array(kv):
             return self._gather_numpy(kv, ids, valid), valid
         return gather(xp, kv, ids, valid, self.dtype), valid
@@ -101,7 +103,7 @@ class Scratch:
         xp = self.spec.xp
         numpy = compat.is_numpy_array(a)
         out = self._buffer("grad_rows", (a.shape[0], a.shape[2], x.shape[2]), a.dtype) if numpy else None
-        return xp.reshape(product(xp, xp.matrix_transpose(a), x, out), (-1, x.shape[2]))
+        return xp.reshape(product(xp, xp.matrix_transpose(a), x, out), (a.shape[0] * a.shape[2], x.shape[2]))
 
     def _gather_numpy(self, kv: Any, ids: Any, valid: Any) -> Any:
         shape = (*ids.shape, kv.shape[1])
@@ -127,7 +129,14 @@ class Scratch:
 
 
 def gather(xp: Any, kv: Any, ids: Any, valid: Any, dtype: Any) -> Any:
-    """kv[ids] [N, T, D] from kv [K, D], K > 0; zeros where not valid."""
+    """kv[ids] [N, T, D] from kv [K, D]; zeros where not valid."""
     safe = xp.reshape(xp.where(valid, ids, 0), (-1,))
     rows = xp.reshape(xp.take(kv, safe, axis=0), (*ids.shape, kv.shape[1]))
     return xp.where(valid[:, :, None], cast(xp, rows, dtype), 0.0)
+
+
+def at_least_one_row(xp: Any, kv: Any) -> Any:
+    """kv, or for K = 0 one row of zeros that masked slots can point at."""
+    if kv.shape[0] > 0:
+        return kv
+    return xp.concat([kv, xp.zeros((1, kv.shape[1]), dtype=kv.dtype, device=compat.device(kv))], axis=0)

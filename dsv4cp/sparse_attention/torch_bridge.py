@@ -125,7 +125,7 @@ def _over_chunks(
     parts = []
     for chunk in chunks or [None]:
         if chunk is None:  # no query at all: one call without queries gives the shapes
-            args = q.reshape(0, spec.heads, spec.dim), kv.reshape(-1, spec.dim), sinks, ids.reshape(0, spec.slots)
+            args = q.reshape(0, spec.heads, spec.dim), kv.sum(dim=0), sinks, ids.reshape(0, spec.slots)
         else:
             b, first, last = chunk
             args = q[b, first:last], kv[b], sinks, ids[b, first:last]
