@@ -1,12 +1,39 @@
-"""dsv4cp (temporary lazy form while the slices are being written)."""
+"""dsv4cp: the unusual kernels of DeepSeek-V4 layers for NumPy and CuPy arrays (torch: dsv4cp.torch_ops).
+
+Importing this package loads neither cupy, numba nor torch.
+"""
+
+from ._plan import SparseIndexPlan
+from .indexer.ops import (
+    dsv4_indexer_scores,
+    dsv4_indexer_scores_grad,
+    dsv4_indexer_topk,
+    dsv4_indexer_topk_scores,
+    dsv4_indexer_topk_scores_grad,
+    extract_indexer_topk_scores,
+    select_indexer_topk,
+)
+from .sinkhorn.ops import dsv4_sinkhorn_normalize, dsv4_sinkhorn_normalize_grad
+from .sparse_attention.ops import dense_attention_topk, dsv4_sparse_attention, dsv4_sparse_attention_grad
+from .sparse_indices.ops import build_dsv4_sparse_topk_indices, flatten_sparse_indices, plan_dsv4_sparse_indices
 
 __version__ = "0.1.0"
-_WHERE = {'SparseIndexPlan': '_plan', 'dsv4_indexer_scores': 'indexer.ops', 'dsv4_indexer_scores_grad': 'indexer.ops', 'dsv4_indexer_topk': 'indexer.ops', 'dsv4_indexer_topk_scores': 'indexer.ops', 'dsv4_indexer_topk_scores_grad': 'indexer.ops', 'extract_indexer_topk_scores': 'indexer.ops', 'select_indexer_topk': 'indexer.ops', 'dsv4_sinkhorn_normalize': 'sinkhorn.ops', 'dsv4_sinkhorn_normalize_grad': 'sinkhorn.ops', 'dense_attention_topk': 'sparse_attention.ops', 'dsv4_sparse_attention': 'sparse_attention.ops', 'dsv4_sparse_attention_grad': 'sparse_attention.ops', 'build_dsv4_sparse_topk_indices': 'sparse_indices.ops', 'flatten_sparse_indices': 'sparse_indices.ops', 'plan_dsv4_sparse_indices': 'sparse_indices.ops'}
 
-
-def __getattr__(name):
-    import importlib
-
-    if name in _WHERE:
-        return getattr(importlib.import_module("." + _WHERE[name], __name__), name)
-    raise AttributeError(name)
+__all__ = [
+    "SparseIndexPlan",
+    "build_dsv4_sparse_topk_indices",
+    "dense_attention_topk",
+    "dsv4_indexer_scores",
+    "dsv4_indexer_scores_grad",
+    "dsv4_indexer_topk",
+    "dsv4_indexer_topk_scores",
+    "dsv4_indexer_topk_scores_grad",
+    "dsv4_sinkhorn_normalize",
+    "dsv4_sinkhorn_normalize_grad",
+    "dsv4_sparse_attention",
+    "dsv4_sparse_attention_grad",
+    "extract_indexer_topk_scores",
+    "flatten_sparse_indices",
+    "plan_dsv4_sparse_indices",
+    "select_indexer_topk",
+]
