@@ -94,7 +94,7 @@ def inputs(b=2, s=5, h=3, d=16, k=9, t=7, *, dtype=np.float32, seed=0) -> tuple[
     rng = np.random.default_rng(seed)
     floats = [rng.standard_normal(shape) for shape in ((b, s, h, d), (b, s, h, d), (b, k, d), (h,))]
     ids = rng.integers(-2, k + 2, (b, s, t))
-    if s > 2:
+    if s > 2 and b > 0:
         ids[0, 1] = -1
         ids[-1, 0, : t // 2] = -1
         ids[-1, 2, t // 2 :] = -1
