@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import FLOATS, ID_DTYPES, facts, real_number, require_dtype, require_shape, whole_number
+from .._arrays import FLOATS, ID_DTYPES, dtype_name, facts, real_number, require_dtype, require_shape, whole_number
 
 BACKWARD_IMPLS = ("atomic", "deterministic")
+KERNEL_DTYPES, KERNEL_DIMS = ("bfloat16", "float16"), (64, 128, 256, 512)  # what the CUDA kernels take
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,47 @@ def check_backward(backward_impl: Any, backward_workspace_bytes: Any) -> int:
     if backward_impl not in BACKWARD_IMPLS:
         raise ValueError(f"backward_impl: expected 'atomic' or 'deterministic', got {backward_impl!r}")
     return whole_number("backward_workspace_bytes", backward_workspace_bytes, minimum=1)
+
+
+def kernels_unfit(q: Any, kv: Any) -> str | None:
+    """Why the CUDA kernels cannot take these arrays though they are valid arguments, None when they can."""
+    return _unfit_dtype(q, kv) or _unfit_dim(q)
+
+
+def within_kernels(chosen: str, backend: str, q: Any, kv: Any) -> str:
+    """`chosen`, or "reference" where "auto" chose kernels that cannot take the arrays; raises where they were named."""
+    if chosen != "cuda" or kernels_unfit(q, kv) is None:
+        return chosen
+    if backend == "auto":
+        return "reference"
+    reason = _unfit_dtype(q, kv)
+    raise ValueError(_unfit_dim(q)) if reason is None else TypeError(reason)
+
+
+def _unfit_dtype(q: Any, kv: Any) -> str | None:
+    for name, x in (("q", q), ("kv", kv)):
+        if dtype_name(x) not in KERNEL_DTYPES:
+            return f"{name}: the CUDA kernels take bfloat16 or float16, got {dtype_name(x)}"
+    if dtype_name(q) != dtype_name(kv):
+        return f"kv: the CUDA kernels take q's dtype {dtype_name(q)}, got {dtype_name(kv)}"
+    return None
+
+
+def _unfit_dim(q: Any) -> str | None:
+    if q.shape[-1] not in KERNEL_DIMS:
+        return f"q: the CUDA kernels take head_dim 64, 128, 256 or 512, got {q.shape[-1]}"
+    return None
+
+
+def check_differentiable(reference_rounding: bool, backward_impl: str = "atomic") -> None:
+    """What the gradient of the CUDA kernels' forward pass cannot be asked for."""
+    if reference_rounding:
+        raise ValueError("reference_rounding: it is forward only, got a call for its gradient")
+    if backward_impl != "atomic":
+        raise RuntimeError(
+            f"backward_impl: {backward_impl!r} needs gradient kernels, which this version does not have: it runs the "
+            "reference there, whose sums on a GPU have no fixed order"
+        )
 
 
 def check_rounding(reference_rounding: bool, backend: str) -> None:

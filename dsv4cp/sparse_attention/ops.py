@@ -7,7 +7,9 @@ from typing import Any
 from .._backend import pick
 from . import contract
 
-OFFERED = ("reference",)
+OFFERED = ("reference", "cuda")
+GRAD_OFFERED = ("reference",)
+DENSE_OFFERED = ("reference",)
 PLANS = {"reference": ("reference",), "cuda": ("cuda",), "cudnn": ("cudnn",)}  # plan names each backend takes
 
 
@@ -40,7 +42,8 @@ def dsv4_sparse_attention(
             [0, K) is masked, whatever it holds (-1 by convention), anywhere in the row. A repeated id
             counts once per slot. May be None when a plan is given; the plan's ids are used then.
         sm_scale: finite real number on the host.
-        backend: "auto" or "reference".
+        backend: "auto" takes "cuda" for CuPy arrays q and kv both in bfloat16 or both in float16 with D 64, 128, 256
+            or 512, "reference" for all others. "cuda" by name takes nothing else.
         reference_rounding: the arithmetic of DeepSeek's inference code, in which the running maximum starts
             at -1e30: keys that score lower weigh nothing. Forward only; its lse is not one for the gradient.
         all_rows_nonempty: the caller's promise that every query has a valid slot. The reference looks at
@@ -62,7 +65,8 @@ def dsv4_sparse_attention(
     Raises:
         TypeError: an argument of the wrong kind or dtype, arrays of different libraries, torch tensors.
         ValueError: shapes that do not fit, another device, an unknown backend, a scale that is not finite,
-            a plan for another backend or another K.
+            a plan for another backend or another K. Plans for the kernels also fit an "auto" that runs the
+            reference on CuPy arrays.
         RuntimeError: a backend that cannot run here.
 
     Source: attention of DeepSeek-V4 (shared key-value rows, sinks, selected ids); written from the definition.
@@ -70,8 +74,12 @@ def dsv4_sparse_attention(
     flags = {"reference_rounding": reference_rounding, "all_rows_nonempty": all_rows_nonempty, "return_lse": return_lse}
     spec = contract.check(q, kv, sinks, topk_idxs, sm_scale, plan=plan, **flags)
     chosen = pick("dsv4_sparse_attention", backend, spec.library, offered=OFFERED)
-    ids = contract.plan_ids(plan, topk_idxs, PLANS[chosen], spec)
+    chosen = contract.within_kernels(chosen, backend, q, kv)
+    ids = contract.plan_ids(plan, topk_idxs, _plans(chosen, backend, spec.library), spec)
+    impl: Any
     match chosen:
+        case "cuda":
+            from . import cuda as impl
         case _:
             from . import reference as impl
     out, lse = impl.forward(q, kv, sinks, ids, spec, reference_rounding=bool(reference_rounding))
@@ -107,7 +115,8 @@ def dsv4_sparse_attention_grad(
         grad_out: [B, S, H, D], any float dtype and any strides.
         q, kv, sinks, topk_idxs, sm_scale, plan, all_rows_nonempty: as in the forward call.
         out, lse: what the forward call returned with return_lse=True.
-        backend: "auto" or "reference".
+        backend: "auto" or "reference", which is what "auto" takes for every array: the CUDA kernels have no
+            gradient yet, and "cuda" by name is a RuntimeError.
         backward_impl: "atomic" or "deterministic". The reference adds in a fixed order either way, with the
             same code; on other backends "atomic" is the faster one and not repeatable bit for bit.
         backward_workspace_bytes: cap on working memory beyond outputs and the float32 sum of grad_kv. A
@@ -133,8 +142,8 @@ def dsv4_sparse_attention_grad(
         backward_impl=backward_impl, backward_workspace_bytes=backward_workspace_bytes,
         plan=plan, all_rows_nonempty=all_rows_nonempty,
     )  # fmt: skip
-    chosen = pick("dsv4_sparse_attention_grad", backend, spec.library, offered=OFFERED)
-    ids = contract.plan_ids(plan, topk_idxs, PLANS[chosen], spec)
+    chosen = pick("dsv4_sparse_attention_grad", backend, spec.library, offered=GRAD_OFFERED)
+    ids = contract.plan_ids(plan, topk_idxs, _plans(chosen, backend, spec.library), spec)
     match chosen:
         case _:
             from . import reference as impl
@@ -157,7 +166,13 @@ def dense_attention_topk(q: Any, kv: Any, sinks: Any, topk_idxs: Any, sm_scale: 
     Source: the same definition, summed over keys instead of slots.
     """
     spec = contract.check(q, kv, sinks, topk_idxs, sm_scale)
-    pick("dense_attention_topk", "reference", spec.library, offered=OFFERED)
+    pick("dense_attention_topk", "reference", spec.library, offered=DENSE_OFFERED)
     from . import reference as impl
 
     return impl.dense(q, kv, sinks, topk_idxs, spec)
+
+
+def _plans(chosen: str, backend: str, library: str) -> tuple[str, ...]:
+    """Names of the plans that fit: an "auto" plan of CuPy ids is the kernels', whatever dtype attention then meets."""
+    steered = backend == "auto" and library == "cupy" and chosen == "reference"
+    return PLANS["reference"] + PLANS["cuda"] if steered else PLANS[chosen]

@@ -1,5 +1,6 @@
 """Sparse attention for torch tensors, with the names and signatures of the mirrored module (NeMo AutoModel's
-deepseek_v4.optimized_kernels): the reference equations run on torch tensors and differentiated by torch."""
+deepseek_v4.optimized_kernels): the reference equations run on torch tensors and differentiated by torch, or the
+operators of torch_bridge_kernels."""
 
 from __future__ import annotations
 
@@ -9,21 +10,23 @@ from typing import Any, Literal
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .._arrays import compute_dtype
+from .. import _bridge
+from .._arrays import compute_dtype, library
 from .._torch_backend import choose, with_row_major_gradient
-from . import contract, reference
+from . import contract, ops, reference, torch_bridge_kernels
 from .contract import Spec
 from .reference_chunks import Scratch, query_chunks
 
 Dsv4SparseAttentionBackend = Literal["torch", "sparse_torch", "tilelang", "cudnn", "auto"]
 BACKENDS = ("torch", "sparse_torch", "tilelang", "cudnn", "auto")
-TORCH_PLANS = ("torch", "sparse_torch")
-KERNEL_MISSING = "this version of dsv4cp has no CUDA kernels for sparse attention"
+TORCH_PLANS, KERNEL_PLANS = ("torch", "sparse_torch"), ("tilelang",)
 
 
 def kernel_missing() -> str | None:
     """Why sparse attention's CUDA kernels cannot run on this machine, None when they can."""
-    return KERNEL_MISSING
+    if "cuda" not in ops.OFFERED:
+        return "this version of dsv4cp has no CUDA kernels for sparse attention"
+    return _bridge.missing("cuda")
 
 
 def sparse_attention_torch(
@@ -72,31 +75,52 @@ def dsv4_sparse_attention(
 ) -> Any:
     """dsv4cp.dsv4_sparse_attention for torch tensors, with the gradient through torch autograd.
 
-    backend: "torch" and "sparse_torch" are sparse_attention_torch, "tilelang" this package's CUDA kernels,
-    "cudnn" NVIDIA's, "auto" the CUDA kernels for CUDA bfloat16 tensors where they can run, else "torch".
+    backend: "torch" and "sparse_torch" are sparse_attention_torch, "tilelang" this package's CUDA kernels (bfloat16
+    or float16, D 64, 128, 256 or 512), "cudnn" NVIDIA's, "auto" the CUDA kernels for CUDA bfloat16 tensors where
+    they can run, else "torch". The gradient of the CUDA kernels runs the reference's equations on the tensors.
     backward_impl and backward_workspace_bytes speak to the kernels' gradient; "torch" checks and ignores
     them. reference_rounding needs the kernels and no gradient. topk_idxs may be None when a plan made for
-    this backend is given.
+    this backend is given; an "auto" that runs the reference on CUDA tensors takes a plan for the kernels too.
 
     Returns out [B, S, H, D] in q's dtype, or (out, lse) with return_lse; lse is differentiable too.
     Raises TypeError and ValueError as the array function, ValueError for reference_rounding where the
-    reference runs, RuntimeError for a backend that cannot run.
+    reference runs and when its gradient is asked for, RuntimeError for a backend that cannot run, and for
+    "tilelang" with a gradient wanted and backward_impl "deterministic".
     """
     flags = {"reference_rounding": reference_rounding, "all_rows_nonempty": all_rows_nonempty, "return_lse": return_lse}
-    choose(
+    picked = choose(
         "dsv4_sparse_attention",
         backend,
         (q, kv),
         allowed=BACKENDS,
-        kernel_missing=kernel_missing(),
-        require_bf16=True,
+        kernel_missing=kernel_missing() or _unfit(q, kv),
+        require_bf16=backend != "tilelang",
     )
     spec = contract.check(q, kv, sinks, topk_idxs, sm_scale, plan=plan, **flags)
-    contract.check_backward(backward_impl, backward_workspace_bytes)
-    ids = contract.plan_ids(plan, topk_idxs, TORCH_PLANS, spec)
-    contract.check_rounding(reference_rounding, backend)
-    out, lse = _attend(q, kv, sinks, ids, spec)
+    cap = contract.check_backward(backward_impl, backward_workspace_bytes)
+    ids = contract.plan_ids(plan, topk_idxs, _plans(picked, backend, q), spec)
+    if picked == "tilelang":
+        if torch.is_grad_enabled() and (q.requires_grad or kv.requires_grad or sinks.requires_grad):
+            contract.check_differentiable(False, backward_impl)
+        out, lse = torch_bridge_kernels.ATTEND(q, kv, sinks, ids, spec.scale, bool(reference_rounding), cap)
+    else:
+        contract.check_rounding(reference_rounding, backend)
+        out, lse = _attend(q, kv, sinks, ids, spec)
     return (out, lse) if return_lse else out
+
+
+def _unfit(q: Any, kv: Any) -> str | None:
+    """Why the kernels cannot take tensors that are valid arguments; what is not valid, the contract refuses."""
+    if library(q) != "torch" or library(kv) != "torch" or q.ndim == 0:
+        return None
+    return contract.kernels_unfit(q, kv)
+
+
+def _plans(picked: str, backend: str, q: torch.Tensor) -> tuple[str, ...]:
+    """Names of the plans that fit: an "auto" plan of CUDA ids is the kernels', whatever dtype attention then meets."""
+    if picked == "tilelang":
+        return KERNEL_PLANS
+    return TORCH_PLANS + KERNEL_PLANS if backend == "auto" and q.is_cuda else TORCH_PLANS
 
 
 def _only_torch(op: str, *tensors: Any) -> None:

@@ -13,7 +13,7 @@ OFFERED = ("reference", "numba")
 
 # The backends that dsv4_sparse_attention's "auto" chooses from: "auto" plans must fit them. Slices do not
 # import each other, so the tests compare this with what sparse_attention offers.
-ATTENTION_OFFERED = ("reference",)
+ATTENTION_OFFERED = ("reference", "cuda")
 
 
 def build_dsv4_sparse_topk_indices(

@@ -1,0 +1,147 @@
+"""Sparse attention on torch tensors as the operators dsv4::sparse_attention and dsv4::sparse_attention_grad.
+
+On CUDA tensors that fit the kernels the forward pass is this package's CUDA; the gradient, and everything on other
+tensors, is the reference run on torch tensors, so that a graph captured with the operators runs anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import _bridge
+from . import contract, reference
+
+
+def readable(x: torch.Tensor, aligned: Callable[..., bool]) -> torch.Tensor:
+    """x itself where the kernels can read it, else a contiguous copy."""
+    x = x.detach().resolve_neg()
+    if aligned(x.data_ptr(), x.shape, x.stride()):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _cuda_forward(
+    q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor, topk_idxs: torch.Tensor, sm_scale: float,
+    reference_rounding: bool, workspace_bytes: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    spec = contract.check(q, kv, sinks, topk_idxs, sm_scale)
+    if contract.kernels_unfit(q, kv) is not None:
+        return reference.forward(q, kv, sinks, topk_idxs, spec, reference_rounding)
+    from . import cuda
+
+    q, kv = readable(q, cuda.aligned), readable(kv, cuda.aligned)
+    sinks, ids = _bridge.contiguous(sinks.float()), _bridge.contiguous(topk_idxs)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    with _bridge.on_stream_of(q) as stream:
+        if ids.dtype == torch.int64:
+            wide, ids = ids, torch.empty(ids.shape, dtype=torch.int32, device=q.device)
+            cuda.launch_narrow_ids(wide.data_ptr(), ids.data_ptr(), wide.numel(), spec.keys, stream=stream)
+        cuda.launch_forward(
+            q.data_ptr(), kv.data_ptr(), sinks.data_ptr(), ids.data_ptr(), out.data_ptr(), lse.data_ptr(), spec,
+            dtype=str(q.dtype).removeprefix("torch."), q_strides=q.stride(), kv_strides=kv.stride(),
+            reference_rounding=reference_rounding, stream=stream,
+        )  # fmt: skip
+    return out, lse
+
+
+def _reference_forward(
+    q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor, topk_idxs: torch.Tensor, sm_scale: float,
+    reference_rounding: bool, workspace_bytes: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    spec = contract.check(q, kv, sinks, topk_idxs, sm_scale)
+    return reference.forward(q, kv, sinks, topk_idxs, spec, reference_rounding)
+
+
+def _reference_backward(
+    grad_out: torch.Tensor, q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor, topk_idxs: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor, sm_scale: float, workspace_bytes: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    spec = contract.check_grad(
+        grad_out, q, kv, sinks, topk_idxs, out, lse, sm_scale,
+        backward_impl="atomic", backward_workspace_bytes=workspace_bytes,
+    )  # fmt: skip
+    *grads, grad_sinks = reference.backward(grad_out, q, kv, sinks, topk_idxs, out, lse, spec, workspace_bytes)
+    return (*grads, grad_sinks.clone())  # of its own memory: the reference's may be the last row of its sums
+
+
+def _fake_forward(
+    q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor, topk_idxs: torch.Tensor, sm_scale: float,
+    reference_rounding: bool, workspace_bytes: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    contract.check(q, kv, sinks, topk_idxs, sm_scale)
+    wide = torch.float64 in (q.dtype, kv.dtype)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float64 if wide else torch.float32)
+
+
+def _fake_backward(
+    grad_out: torch.Tensor, q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor, topk_idxs: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor, sm_scale: float, workspace_bytes: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    return q.new_empty(q.shape), kv.new_empty(kv.shape), sinks.new_empty(sinks.shape)
+
+
+class _Attend(torch.autograd.Function):
+    """ATTEND with ATTEND_GRAD as its gradient. Asked for a graph of the gradient (create_graph), or for the gradient of
+    lse, it takes the reference's, which torch differentiates."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor, topk_idxs: torch.Tensor, sm_scale: float,
+        reference_rounding: bool, workspace_bytes: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        with _bridge.below_autograd():
+            out, lse = ATTEND(q, kv, sinks, topk_idxs, sm_scale, reference_rounding, workspace_bytes)
+        ctx.save_for_backward(q, kv, sinks, topk_idxs, out, lse)
+        ctx.options = sm_scale, reference_rounding, workspace_bytes
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
+        q, kv, sinks, topk_idxs, out, lse = ctx.saved_tensors
+        sm_scale, reference_rounding, workspace_bytes = ctx.options
+        contract.check_differentiable(reference_rounding)
+        if grad_out is None and grad_lse is None:
+            return (None,) * 7
+        if grad_lse is None and not torch.is_grad_enabled():
+            grads = ATTEND_GRAD(grad_out, q, kv, sinks, topk_idxs, out, lse, sm_scale, workspace_bytes)
+            return (*grads, None, None, None, None)
+        return (*_differentiated(q, kv, sinks, topk_idxs, sm_scale, grad_out, grad_lse), None, None, None, None)
+
+
+def _differentiated(
+    q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor, topk_idxs: torch.Tensor, sm_scale: float,
+    grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """The gradients by torch's own differentiation of the reference; where gradients are enabled, with a graph."""
+    from . import torch_bridge
+
+    graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        leaves = [q, kv, sinks] if graph else [x.detach().requires_grad_() for x in (q, kv, sinks)]
+        q, kv, sinks = leaves
+        spec = contract.check(q, kv, sinks, topk_idxs, sm_scale)
+        results = zip(torch_bridge._attend(q, kv, sinks, topk_idxs, spec), (grad_out, grad_lse), strict=True)
+        outputs, incoming = zip(*((y, g) for y, g in results if g is not None), strict=True)
+        wanted = [x for x in leaves if x.requires_grad]
+        grads = iter(torch.autograd.grad(outputs, wanted, incoming, create_graph=graph, allow_unused=True))
+    return tuple(next(grads) if x.requires_grad else None for x in leaves)
+
+
+_INPUTS = "Tensor q, Tensor kv, Tensor sinks, Tensor topk_idxs"
+ATTEND = _bridge.define_op(
+    f"sparse_attention({_INPUTS}, float sm_scale, bool reference_rounding, int workspace_bytes) -> (Tensor, Tensor)",
+    kernels={"CUDA": _cuda_forward, "CPU": _reference_forward},
+    fake=_fake_forward,
+    autograd=_Attend,
+)
+ATTEND_GRAD = _bridge.define_op(
+    f"sparse_attention_grad(Tensor grad_out, {_INPUTS}, Tensor out, Tensor lse, float sm_scale, int workspace_bytes)"
+    " -> (Tensor, Tensor, Tensor)",
+    kernels={"CUDA": _reference_backward, "CPU": _reference_backward},
+    fake=_fake_backward,
+)

@@ -1,0 +1,90 @@
+"""Sparse attention on a GPU: a vectorised float64 oracle, selections as a V4 layer makes them, random inputs.
+
+The oracle repeats the definition on CuPy arrays, for shapes that tests/support/naive.py is too slow for. It imports
+nothing from dsv4cp.
+"""
+
+from __future__ import annotations
+
+import cupy
+import ml_dtypes
+import numpy as np
+
+DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+CHUNK = 2**26  # float64 numbers of gathered rows at a time
+
+
+def oracle(q, kv, sinks, ids, scale):
+    """(out [B, S, H, D], lse [B, S, H]) in float64."""
+    batch, queries, heads, dim = q.shape
+    slots, keys = ids.shape[2], kv.shape[1]
+    out, lse = cupy.zeros(q.shape, np.float64), cupy.full(q.shape[:3], -np.inf)
+    if slots == 0 or keys == 0:
+        return out, lse
+    sinks = sinks.astype(np.float64)[None, :, None]
+    step = max(1, CHUNK // (slots * (dim + 4 * heads)))
+    for b in range(batch):
+        for s in range(0, queries, step):
+            n = slice(s, s + step)
+            valid = (ids[b, n] >= 0) & (ids[b, n] < keys)
+            rows = kv[b].astype(np.float32)[cupy.where(valid, ids[b, n], 0)].astype(np.float64)
+            rows = cupy.where(valid[:, :, None], rows, 0)
+            scores = cupy.matmul(q[b, n].astype(np.float64), rows.swapaxes(1, 2)) * scale
+            scores = cupy.where(valid[:, None, :], scores, -np.inf)
+            top = scores.max(axis=-1, keepdims=True)
+            top = cupy.where(top == -np.inf, 0, top)
+            p = cupy.exp(scores - top)
+            total = p.sum(axis=-1, keepdims=True)
+            empty = total == 0
+            with np.errstate(over="ignore"):
+                denominator = cupy.where(empty, 1, total + cupy.exp(sinks - top))
+            out[b, n] = cupy.matmul(p, rows) / denominator
+            lse[b, n] = cupy.where(empty, -np.inf, top + cupy.log(cupy.where(empty, 1, total)))[:, :, 0]
+    return out, lse
+
+
+def v4_selection(queries: int, ratio: int, topk: int, *, window: int = 128, seed: int = 0):
+    """int32 [1, S, T], K: the window's rows, then up to topk of the causal compressed rows, -1 where there are none."""
+    position = cupy.arange(queries)[:, None]
+    raw = cupy.maximum(position - window + 1, 0) + cupy.arange(min(window, queries))
+    raw = cupy.where(raw > position, -1, raw)
+    pooled = queries // ratio
+    visible = (position + 1) // ratio
+    entry = cupy.arange(pooled)[None, :]
+    if topk < pooled:  # distinct entries in a random order: the smallest of a random key each
+        key = cupy.random.RandomState(seed).random_sample((queries, pooled), dtype=np.float32)
+        order = cupy.argsort(cupy.where(entry < visible, key, 2), axis=-1)[:, :topk]
+        chosen = cupy.where(cupy.arange(topk)[None, :] < visible, order, -1)
+    else:
+        chosen = cupy.where(entry < visible, entry, -1)
+    ids = cupy.concatenate([raw, cupy.where(chosen >= 0, chosen + queries, -1)], axis=1)
+    return cupy.ascontiguousarray(ids[None].astype(np.int32)), queries + pooled
+
+
+def random_inputs(b=2, s=5, h=3, d=64, k=40, t=70, *, dtype="bfloat16", seed=0, ids=None, unseen=np.nan):
+    """(q, kv, sinks, ids) as CuPy arrays; ids hold -1, other negative numbers, ids from K on and repeats, one query has
+    none; every row of kv that no query selects is filled with `unseen`."""
+    rng = np.random.default_rng(seed)
+    if ids is None:
+        ids = rng.integers(-k // 3 - 1, k + k // 4 + 1, (b, s, t))
+        if b and s > 2:
+            ids[0, 1] = -1
+            ids[-1, 0, : t // 2] = -1
+            ids[-1, 2, t // 2 :] = -5
+    q, kv = (rng.standard_normal(shape, np.float32).astype(DTYPES[dtype]) for shape in ((b, s, h, d), (b, k, d)))
+    sinks = rng.standard_normal(h).astype(np.float32)
+    for row in range(b):
+        kv[row, np.setdiff1d(np.arange(k), ids[row])] = unseen
+    return cupy.asarray(q), cupy.asarray(kv), cupy.asarray(sinks), cupy.asarray(ids)
+
+
+def layer_inputs(queries: int, heads: int, ratio: int, topk: int, *, dtype="bfloat16", seed=0):
+    """(q, kv, sinks, ids) of a V4 layer with D 512."""
+    ids, keys = v4_selection(queries, ratio, topk, seed=seed)
+    random = cupy.random.RandomState(seed)
+
+    def normal(*shape):
+        return random.standard_normal(shape, dtype=np.float32).astype(DTYPES[dtype])
+
+    sinks = random.standard_normal((heads,), dtype=np.float32)
+    return normal(1, queries, heads, 512), normal(1, keys, 512), sinks, ids
