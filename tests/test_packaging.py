@@ -112,11 +112,11 @@ print(*sorted(p.name for p in folder.iterdir() if p.suffix in (".cu", ".cuh")))
 """
 
 
-def found(cwd: Path, *before: str) -> tuple[Path, Path, list[str]]:
+def found(cwd: Path, *before: str, flags: tuple[str, ...] = ()) -> tuple[Path, Path, list[str]]:
     """What a fresh interpreter finds from cwd: the package, the folder of the CUDA text, the files in it."""
     script = cwd / "find_cuda_text.py"
     script.write_text("\n".join(before) + FIND)
-    package, folder, names = run(sys.executable, script, cwd=cwd).rstrip("\n").split("\n")
+    package, folder, names = run(sys.executable, *flags, script, cwd=cwd).rstrip("\n").split("\n")
     return Path(package), Path(folder), names.split()
 
 
@@ -141,8 +141,10 @@ def test_a_bare_checkout_finds_its_own_cuda_files(source):
 def test_an_editable_install_finds_the_cuda_files_of_its_checkout(source, tmp_path):
     target = tmp_path / "site"
     run(*PIP, "install", *OFFLINE, "--target", target, "-e", source, cwd=tmp_path)
-    first = "import site, sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in str(f)]"
-    package, folder, names = found(tmp_path, first, f"site.addsitedir({str(target)!r})")
+    # -S: this interpreter's installed packages without its .pth files, one of which may be another editable install.
+    packages = [path for path in sys.path if path.endswith("-packages")]
+    before = f"import site, sys; sys.path += {packages!r}; site.addsitedir({str(target)!r})"
+    package, folder, names = found(tmp_path, before, flags=("-S",))
     assert (package, folder) == (source / "dsv4cp", source / "kernels_cu")
     assert names == cuda_files()
 
