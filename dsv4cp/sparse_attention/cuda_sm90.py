@@ -1,0 +1,114 @@
+"""Launch parameters of kernels_cu/sparse_attention_fwd_sm90.cu: Hopper's path, D 512, bfloat16 and float16."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import numpy as np
+
+from .. import _kernels
+from .contract import Spec
+
+FILE, FUNCTION = "sparse_attention_fwd_sm90.cu", "sparse_attention_fwd_sm90"
+DIM, HEADS, THREADS = 512, 64, 512
+SHARED_BYTES = 228144  # SHARED in the kernel, which checks it
+FEWEST_HEADS = 33  # up to 32 heads fill no more than half of a 64-row tile
+MOST_ITEMS = 2**31 - 2**16  # the kernel counts (query, head block) pairs, and a grid beyond them, in 32 bits
+ELEMENTS = {"bfloat16": "BFloat16", "float16": "Float16"}
+
+# Every specialisation that this file launches, for the tests that compile them all.
+VARIANTS = {FILE: [{"ELEMENT": element, "SHARED_BYTES": SHARED_BYTES} for element in ELEMENTS.values()]}
+
+# cuda.h: CU_TENSOR_MAP_DATA_TYPE_FLOAT16 and _BFLOAT16, _SWIZZLE_128B, _L2_PROMOTION_L2_128B
+DATA_TYPES = {"float16": 6, "bfloat16": 9}
+SWIZZLE_128B, L2_PROMOTION_128B = 3, 2
+
+
+def takes(spec: Spec, dtype: str, reference_rounding: bool, device: int) -> bool:
+    """Whether this path runs the call."""
+    return (
+        spec.dim == DIM
+        and spec.heads >= FEWEST_HEADS
+        and not reference_rounding
+        and _is_hopper(device)
+        and 0 < spec.batch * spec.queries * -(-spec.heads // HEADS) <= MOST_ITEMS
+    )
+
+
+def launch(arguments: dict[str, Any], spec: Spec, dtype: str, device: int, stream: Any) -> bool:
+    """Queues the call; False where the driver cannot describe q's strides, and nothing was queued.
+
+    `arguments` are those of the portable kernel (cuda.launch_forward).
+    """
+    strides = tuple(int(arguments[f"q_stride_{axis}"]) for axis in "hsb")
+    q_map = tensor_map(int(arguments["q"]), (spec.heads, spec.queries, spec.batch), strides, dtype)
+    if q_map is None:
+        return False
+    items = spec.batch * spec.queries * -(-spec.heads // HEADS)
+    scale = arguments["scale"]
+    _kernels.launch(
+        _kernel(dtype),
+        grid=min(items, _multiprocessors(device)),
+        block=THREADS,
+        shared_bytes=SHARED_BYTES,
+        stream=stream,
+        **{
+            **arguments,
+            "q_map": q_map,
+            "batch": np.int32(spec.batch),
+            # With scale 0 a masked score would be 0 times infinity; with this one every p is 1 all the same.
+            "scale": scale if scale != 0 else np.float32(1e-37),
+        },
+    )
+    return True
+
+
+@functools.lru_cache(maxsize=256)
+def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Any:
+    """What the tensor copy engine needs to know of q: rows of 512 columns along `sizes` axes, strides in elements.
+
+    A NumPy structured scalar of 128 opaque bytes, or None where the driver refuses.
+    """
+    rank = 1 + len(sizes)
+    # An axis of one element may carry any stride; the driver wants one that it could use.
+    steps = [2 * (stride if size > 1 else DIM) for size, stride in zip(sizes, strides, strict=True)]
+    buffer = (ctypes.c_uint64 * 24)()  # the map is 16 words, aligned to 8 of them
+    at = (ctypes.addressof(buffer) + 63) // 64 * 64
+    status = _encoder()(
+        ctypes.c_void_p(at), DATA_TYPES[dtype], rank, ctypes.c_void_p(address),
+        (ctypes.c_uint64 * rank)(DIM, *sizes), (ctypes.c_uint64 * (rank - 1))(*steps),
+        (ctypes.c_uint32 * rank)(64, HEADS, *[1] * (rank - 2)), (ctypes.c_uint32 * rank)(*[1] * rank),
+        0, SWIZZLE_128B, L2_PROMOTION_128B, 0,
+    )  # fmt: skip
+    if status != 0:
+        return None
+    words = np.frombuffer(ctypes.string_at(at, 128), np.uint64)
+    return np.array((words,), dtype=[("words", np.uint64, (16,))])[()]
+
+
+@functools.cache
+def _encoder() -> Any:
+    """cuTensorMapEncodeTiled of the CUDA driver, which CuPy does not wrap."""
+    return ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+
+
+@functools.cache
+def _kernel(dtype: str) -> _kernels.Kernel:
+    defines = {"ELEMENT": ELEMENTS[dtype], "SHARED_BYTES": SHARED_BYTES}
+    return _kernels.kernel(FILE, FUNCTION, defines=defines, arch="sm_90a")
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    import cupy
+
+    return cupy.cuda.Device(device).attributes["MultiProcessorCount"]
+
+
+@functools.cache
+def _is_hopper(device: int) -> bool:
+    import cupy
+
+    return cupy.cuda.Device(device).compute_capability == "90"
