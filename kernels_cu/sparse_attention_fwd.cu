@@ -14,7 +14,7 @@
 // Determinism: no atomics; every sum has a fixed order, set by HEAD_DIM, ROWS, KEYS, WARPS and by the valid ids of the query
 //   alone. A query's bits do not depend on B, S, its place, or other queries.
 //
-// Masked slots cost a ballot: every warp scans the id row itself (128 slots at a time, the next 128 on their way) and takes
+// Masked slots cost a ballot: every warp scans the id row itself (64 slots at a time, the next 64 on their way) and takes
 // from each block of KEYS valid ids those whose rows it gathers. Warps hand over nothing, so there is no barrier for it,
 // and blocks are filled across masked slots. Rows that do not exist are zero-filled by the copy, which then reads
 // nothing: what lies in unselected rows never enters.
@@ -67,9 +67,13 @@ static const int CHUNKS = HEAD_DIM / 8;                 // 16-byte chunks of a r
 static const int P_CHUNKS = KEYS / 8;                   // and of a row of P
 static const u32 ROW_BYTES = HEAD_DIM * 2, P_ROW_BYTES = KEYS * 2, STAGE_BYTES = KEYS * ROW_BYTES;
 static const u32 AT_KEYS = ROWS * ROW_BYTES, AT_P = AT_KEYS + 2 * STAGE_BYTES, AT_ALPHA = AT_P + ROWS * P_ROW_BYTES;
-static const u32 AT_ROWS = AT_ALPHA + ROWS * 4, AT_IDS = AT_ROWS + KEY_GROUPS * ROWS * 4;  // its end: SHARED in cuda.py
+static const u32 AT_ROWS = AT_ALPHA + ROWS * 4, AT_IDS = AT_ROWS + KEY_GROUPS * ROWS * 4;
 static_assert(WARPS % ROW_GROUPS == 0 && (TILES == 1 || TILES % 2 == 0) && COLUMNS % 16 == 0, "how warps split the work");
 static_assert(P_CHUNKS <= 8 && COPY_ROWS % (CHUNKS < 32 ? 32 / CHUNKS : 1) == 0, "swizzle of P, copies");
+
+#ifdef SHARED_BYTES  // what the launch asks for
+static_assert(AT_IDS + KEYS * 4 == SHARED_BYTES, "shared memory");
+#endif
 
 static const float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 #define MINUS_INFINITY __int_as_float(0xff800000)
@@ -159,17 +163,19 @@ DEVICE float shift_of(float m) { return m == MINUS_INFINITY ? 0.0f : m; }
 
 // ---- Ids -----------------------------------------------------------------------------------------------
 
-// One warp's walk along the id row: 128 slots open in registers, the next 128 loading.
+static const int SCANS = 2;  // slots of a lane at a time; 4 hides more latency where most are masked, but spills on sm_120
+
+// One warp's walk along the id row: 32 SCANS slots open in registers, the next ones loading.
 struct Scan {
     const int* row;
     u32 slots, next_slot;
-    int id[4], rank[4], next_id[4];  // rank among the open slots' valid ids, -1: masked
-    int count, used;                 // valid ids among the open slots, and how many of them blocks have taken
+    int id[SCANS], rank[SCANS], next_id[SCANS];  // rank among the open slots' valid ids, -1: masked
+    int count, used;  // valid ids among the open slots, and how many of them blocks have taken
 };
 
 DEVICE void scan_load(Scan& scan, int lane) {
 #pragma unroll
-    for (int u = 0; u < 4; ++u) {
+    for (int u = 0; u < SCANS; ++u) {
         u32 slot = scan.next_slot + u * 32 + lane;
         scan.next_id[u] = slot < scan.slots ? __ldg(scan.row + slot) : -1;
     }
@@ -178,14 +184,14 @@ DEVICE void scan_load(Scan& scan, int lane) {
 DEVICE void scan_open(Scan& scan, u32 keys, int lane) {
     scan.count = scan.used = 0;
 #pragma unroll
-    for (int u = 0; u < 4; ++u) {
+    for (int u = 0; u < SCANS; ++u) {
         scan.id[u] = scan.next_id[u];
         bool valid = (u32)scan.id[u] < keys;  // -1 and other negative ids are large as unsigned
         u32 mask = __ballot_sync(FULL_WARP, valid);
         scan.rank[u] = valid ? scan.count + __popc(mask & ((1u << lane) - 1)) : -1;
         scan.count += __popc(mask);
     }
-    scan.next_slot += 128;
+    scan.next_slot += SCANS * 32;
     if (scan.next_slot < scan.slots) scan_load(scan, lane);
 }
 
@@ -199,7 +205,7 @@ DEVICE int next_block(Scan& scan, u32 keys, u32 ids, int warp, int lane) {
             scan_open(scan, keys, lane);
         }
 #pragma unroll
-        for (int u = 0; u < 4; ++u) {
+        for (int u = 0; u < SCANS; ++u) {
             int at = scan.rank[u] - scan.used + have;
             if (scan.rank[u] >= scan.used && at / COPY_ROWS == warp) store_u32(ids + at * 4, scan.id[u]);
         }

@@ -1,4 +1,5 @@
-"""Sparse attention on the GPU: launch parameters of kernels_cu/sparse_attention_fwd.cu, the path for every device.
+"""Sparse attention on the GPU: launch parameters of kernels_cu/sparse_attention_fwd.cu, the path for every device,
+and the choice between it and Hopper's (cuda_sm90.py).
 
 `forward` takes CuPy arrays; `launch_forward` takes addresses and strides, for callers whose memory is not CuPy's.
 Work is queued on CuPy's current stream, or the one given; nothing waits for it. Queries and keys are read
@@ -16,6 +17,7 @@ import numpy as np
 
 from .. import _kernels
 from .._arrays import dtype_name
+from . import cuda_sm90
 from .contract import Spec
 
 ELEMENTS = {"bfloat16": "BFloat16", "float16": "Float16"}
@@ -36,6 +38,13 @@ NARROW_THREADS = 256
 forced_path: str | None = None  # "portable" makes every call take that kernel: for tests and measurements
 
 
+def _shared_bytes(dim: int, tile: tuple[int, int, int]) -> int:
+    """The layout at the head of the kernel: Q, two stages of keys, P; alpha, row values of each key group, ids."""
+    rows, keys, warps = tile
+    key_groups = warps // (rows // 16)
+    return 2 * dim * (rows + 2 * keys) + 2 * rows * keys + 4 * (rows + key_groups * rows + keys)
+
+
 def _defines(dtype: str, dim: int, tile: tuple[int, int, int], reference_rounding: bool) -> dict[str, Any]:
     rows, keys, warps = tile
     return {
@@ -44,6 +53,7 @@ def _defines(dtype: str, dim: int, tile: tuple[int, int, int], reference_roundin
         "ROWS": rows,
         "KEYS": keys,
         "WARPS": warps,
+        "SHARED_BYTES": _shared_bytes(dim, tile),
         "REFERENCE_ROUNDING": int(reference_rounding),
     }
 
@@ -59,21 +69,26 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         if dtype == "bfloat16" or (dim == 512 and number == 0)
     ],
     "sparse_attention_ids.cu": [{}],
+    **cuda_sm90.VARIANTS,
 }
 
 
 def forward(q: Any, kv: Any, sinks: Any, ids: Any, spec: Spec, reference_rounding: bool = False) -> tuple[Any, Any]:
     """(out [B, S, H, D] in q's dtype, lse [B, S, H] float32)."""
-    with q.device:
-        q, kv = _readable(q), _readable(kv)
-        sinks = cupy.ascontiguousarray(sinks, dtype=np.float32)
-        ids = _int32(cupy.ascontiguousarray(ids), spec)
-        out = cupy.empty(q.shape, q.dtype)
-        lse = cupy.empty(q.shape[:3], np.float32)
-        launch_forward(
-            q.data.ptr, kv.data.ptr, sinks.data.ptr, ids.data.ptr, out.data.ptr, lse.data.ptr, spec,
-            dtype=dtype_name(q), q_strides=_strides(q), kv_strides=_strides(kv), reference_rounding=reference_rounding,
-        )  # fmt: skip
+    if q.data.device_id != cupy.cuda.runtime.getDevice():
+        with q.device:
+            return _forward(q, kv, sinks, ids, spec, reference_rounding)
+    return _forward(q, kv, sinks, ids, spec, reference_rounding)
+
+
+def _forward(q: Any, kv: Any, sinks: Any, ids: Any, spec: Spec, reference_rounding: bool) -> tuple[Any, Any]:
+    q, kv = _readable(q), _readable(kv)
+    sinks, ids = cupy.ascontiguousarray(sinks, dtype=np.float32), _int32(cupy.ascontiguousarray(ids), spec)
+    out, lse = cupy.empty(q.shape, q.dtype), cupy.empty(q.shape[:3], np.float32)
+    launch_forward(
+        q.data.ptr, kv.data.ptr, sinks.data.ptr, ids.data.ptr, out.data.ptr, lse.data.ptr, spec,
+        dtype=dtype_name(q), q_strides=_strides(q), kv_strides=_strides(kv), reference_rounding=reference_rounding,
+    )  # fmt: skip
     return out, lse
 
 
@@ -106,6 +121,10 @@ def launch_forward(
         "slots": np.int32(spec.slots),
         "scale": _scale(spec.scale, reference_rounding),
     }
+    device = cupy.cuda.runtime.getDevice()
+    hopper = forced_path != "portable" and cuda_sm90.takes(spec, dtype, reference_rounding, device)
+    if hopper and cuda_sm90.launch(arguments, spec, dtype, device, stream):
+        return
     _launch_portable(arguments, spec, dtype, reference_rounding, stream)
 
 
@@ -153,13 +172,6 @@ def _tile(dim: int, heads: int, device: int) -> tuple[int, int, int]:
         if tile[0] <= most and _shared_bytes(dim, tile) <= memory:
             return tile
     raise RuntimeError(f"sparse attention needs a GPU with 99 KB of shared memory per block, got {memory} bytes")
-
-
-def _shared_bytes(dim: int, tile: tuple[int, int, int]) -> int:
-    """The layout at the head of the kernel: Q, two stages of keys, P; alpha, row values of each key group, ids."""
-    rows, keys, warps = tile
-    key_groups = warps // (rows // 16)
-    return 2 * dim * (rows + 2 * keys) + 2 * rows * keys + 4 * (rows + key_groups * rows + keys)
 
 
 @functools.cache
