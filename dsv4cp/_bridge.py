@@ -78,6 +78,15 @@ def below_autograd() -> Any:
     return torch._C._AutoDispatchBelowAutograd()
 
 
+def autograd_is_idle(x: torch.Tensor) -> bool:
+    """Whether an operator may be called on x with below_autograd(), which saves a quarter of the call: eager, no
+    gradient wanted, and neither a tensor subclass, a mode nor a transform of torch.func to see the call."""
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or (x.requires_grad and torch.is_grad_enabled()):
+        return False
+    functorch = torch._C._functorch.peek_interpreter_stack()
+    return functorch is None and not torch._C._len_torch_dispatch_stack() and not torch._C._len_torch_function_stack()
+
+
 class _StreamHandle:
     """A stream of torch's under the CUDA stream protocol. torch owns it and never destroys its pooled streams."""
 
@@ -186,7 +195,8 @@ def _allocated_here(x: Any) -> torch.Tensor | None:
 
 def contiguous(x: torch.Tensor) -> torch.Tensor:
     """What a kernel may read by pointer: x, or a row-major copy made on the current stream; begins on 16 bytes."""
-    x = x.detach().resolve_neg().contiguous()
+    if x.requires_grad or x.is_neg() or not x.is_contiguous():  # asking takes a quarter of the time of three no-ops
+        x = x.detach().resolve_neg().contiguous()
     return x.clone() if x.data_ptr() % 16 else x
 
 

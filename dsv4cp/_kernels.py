@@ -55,7 +55,7 @@ class Kernel:
     arch: str | None  # None: the device's own
     parameters: tuple[Parameter, ...]
     loaded: dict[int, _Loaded] = field(default_factory=dict, repr=False)
-    wanted: tuple[tuple[str, type | None, Any], ...] = ()  # the parameters again, as launch() reads them fastest
+    wanted: tuple[tuple[str, type, Parameter], ...] = ()  # each with its name and the type that needs no further look
 
 
 def kernel(file: str, function: str, *, defines: Mapping[str, Any] | None = None, arch: str | None = None) -> Kernel:
@@ -70,9 +70,8 @@ def kernel(file: str, function: str, *, defines: Mapping[str, Any] | None = None
 @functools.cache
 def _kernel(file: str, function: str, defines: tuple[tuple[str, str], ...], arch: str | None) -> Kernel:
     declared = parameters(file, function)
-    return Kernel(file, function, defines, arch, declared, wanted=tuple((p.name, p.kind, p.dtype) for p in declared))
-
-
+    wanted = tuple((p.name, p.kind or np.uintp, p) for p in declared)
+    return Kernel(file, function, defines, arch, declared, wanted=wanted)
 
 
 # --- The launch door -----------------------------------------------------------------------------------
@@ -103,24 +102,12 @@ def launch(
     out of range, each naming it; RuntimeError with the kernel's name where compiling, loading or launching fails,
     naming the package to install where NVRTC or CUDA headers are missing.
     """
-    array = _array_type()
     values = []
-    for name, kind, dtype in kernel.wanted:
+    for name, plain, parameter in kernel.wanted:
         value = arguments.get(name, _MISSING)
-        if type(value) is kind:
-            pass
-        elif kind is None:
-            if isinstance(value, array):
-                if dtype is not None and value.dtype != dtype:
-                    raise TypeError(f"{kernel.function}: {name}: expected dtype {dtype}, got {value.dtype}")
-                if not value.flags.c_contiguous:
-                    raise ValueError(f"{kernel.function}: {name}: expected a contiguous array, got a strided one")
-                if device is None:
-                    device = value.data.device_id
-            elif type(value) is not np.uintp:
-                raise TypeError(f"{kernel.function}: {name}: expected a CuPy array or np.uintp, got {_kind(value)}")
-        elif kind is not np.void or not isinstance(value, (np.void, np.ndarray)):
-            raise TypeError(f"{kernel.function}: {name}: expected {kind.__name__}, got {_kind(value)}")
+        if type(value) is not plain:
+            where = _fit(kernel, parameter, value)
+            device = where if device is None else device
         values.append(value)
     if len(values) != len(arguments):
         unknown = ", ".join(sorted(set(arguments) - {p.name for p in kernel.parameters}))
@@ -144,6 +131,22 @@ def launch(
         _queue(kernel, device, grid, block, values, shared_bytes, stream)
     finally:
         runtime.setDevice(current)
+
+
+def _fit(kernel: Kernel, want: Parameter, value: Any) -> int | None:
+    """The device of a CuPy array, None for a struct; TypeError or ValueError for what does not fit the parameter."""
+    where = f"{kernel.function}: {want.name}"
+    if want.kind is not None:
+        if want.kind is not np.void or not isinstance(value, (np.void, np.ndarray)):
+            raise TypeError(f"{where}: expected {want.kind.__name__}, got {_kind(value)}")
+        return None
+    if not isinstance(value, _array_type()):
+        raise TypeError(f"{where}: expected a CuPy array or np.uintp, got {_kind(value)}")
+    if want.dtype is not None and value.dtype != want.dtype:
+        raise TypeError(f"{where}: expected dtype {want.dtype}, got {value.dtype}")
+    if not value.flags.c_contiguous:
+        raise ValueError(f"{where}: expected a contiguous array, got a strided one")
+    return value.data.device_id
 
 
 def _queue(kernel: Kernel, device: int, grid: Any, block: Any, values: list, shared_bytes: int, stream: Any) -> None:

@@ -24,35 +24,42 @@
 // Grid: forward, one thread per matrix. Backward, any number of warps; warp w takes the tiles of 32 matrices
 //   w, w + warps, ... so that the next tile's x is on its way while this one is computed.
 // Block: any multiple of 32 up to 128. Warps never wait for each other.
-// Shared memory: forward, 32 matrices per warp (static). Backward, dynamic, per warp the larger of the same
-//   and window x 1024 bytes.
+// Shared memory: forward, 32 matrices per warp (static). Backward, dynamic, window x 1024 bytes per warp.
 // Alignment: x, y, grad_y, grad_x must be 16-byte aligned (sinkhorn_generic.cu takes the rest).
 // Determinism: no atomics, no sum across threads; a matrix has the same bits wherever it lies.
 //
 // Memory access. A thread's float32 matrix is 64 bytes, so a warp-wide 16-byte load touches 32 half-used
 // sectors in 16 lines; the 4 loads of a thread follow each other and the second half of a sector hits L1, so
-// device memory and L2 see each byte once, at 64 L1 cycles a warp instead of 16 (32 us of L1 time for 4.2M
-// matrices on an H200, beside 160 us of arithmetic). Stores have no such luck: L1 writes through, and L2
-// would receive every sector twice, half-filled. So results go through shared memory and leave as whole
-// lines. LOADS_STAGED=1 does the same for loads, STORES_STAGED=0 stores directly (kept to be measured).
+// device memory and L2 see each byte once, and going through shared memory instead is 5 % slower. Stores pass
+// through L1, so direct ones reach L2 as two halves of every sector. That hardly matters: the forward kernel gains
+// 1 % by storing whole lines by way of shared memory; the backward kernel, with 2.5 times the arithmetic per byte
+// stored, loses 1 % by it and stores directly.
 //
-// Cost on one H200 (132 multiprocessors of 4 schedulers, 1.98 GHz), 4,194,304 float32 matrices, repeat 20: 131072
-// warps, 248 a scheduler, counted in the sm_90 code:
+// Predicted and measured, 4,194,304 matrices, repeat 20, one H200 (132 multiprocessors of 4 schedulers, 1.98 GHz;
+// driver 580.159.04, CuPy 14.2.0, device copy 4193 GB/s in the same run): 131072 warps, 248 a scheduler. Predictions
+// count the sm_90 code. Milliseconds:
+//                                                       predicted    measured
+//   forward, float32                                    0.18         0.231   (memory alone: 0.126)
+//   forward, bfloat16 / float16                                      0.236 / 0.235
+//   backward, float32, first version                    0.43-0.5     0.599   (memory alone: 0.19)
+//   backward, bfloat16 / float16, first version                      0.594 / 0.592
+// The first version of backward had staged stores and as many blocks as are resident, 3 a multiprocessor.
 //   forward   176 reciprocals and exponentials a thread at 8 cycles a warp = 1408 cycles, beside 1340 issue slots (49.5
-//             an iteration, 270 to load and softmax, 130 to store): 0.18 ms, above the 0.126 ms that memory takes.
+//             an iteration). Measured: 1850 cycles. Half the bytes take as long, so memory is not what is waited for.
+//             Probably the two do not overlap as well as assumed: a thread's 4 reciprocals come together and its next
+//             sums need them all.
 //   backward  3400 issue slots (52.5 an iteration forward, 92 backward, 650 the rest) beside 1440 cycles of
-//             reciprocals: 0.43 ms if every cycle issues; 12 warps a multiprocessor (shared memory), 4
-//             independent chains in each. Memory takes 0.19 ms.
+//             reciprocals. Measured: 4780 cycles. A third fewer warps cost only 2 %, so it is not too few warps; again
+//             16-bit types gain nothing. Not profiled.
+// What was tried (loads x stores: 1 = by way of shared memory; 64 and 128 threads a block alike):
+//   forward, loads/stores 0/1: 0.2311 (kept)   1/1: 0.2427   0/0: 0.2344   1/0: 0.2400
+//   backward, stores 1 / 0: 3 blocks a multiprocessor 0.5982 / 0.5930, 24 blocks 0.5853 / 0.5807 (kept; float32 only
+//             was tried); with stores 1: 2 blocks 0.6085; window 9, which repeats half of the forward pass, 0.7250
+// More blocks than are resident probably gain because warps with a fixed share do not all end together.
 #include "common.cuh"
 
 #ifndef ELEMENT
 #define ELEMENT Float32
-#endif
-#ifndef LOADS_STAGED
-#define LOADS_STAGED 0
-#endif
-#ifndef STORES_STAGED
-#define STORES_STAGED 1
 #endif
 
 typedef ELEMENT Element;
@@ -74,29 +81,21 @@ DEVICE void load_matrix(const uint4* __restrict__ x, i64 first, i64 count, int l
     for (int part = 0; part < CHUNKS; ++part) raw[part] = from[part];
 }
 
-// The same through shared memory: each warp-wide load reads 512 contiguous bytes.
-DEVICE void load_matrix_staged(const uint4* __restrict__ x, i64 first, i64 count, int lane, uint4* tile, uint4* raw) {
-#pragma unroll
-    for (int k = 0; k < CHUNKS; ++k) {
-        int chunk = k * 32 + lane, matrix = chunk / CHUNKS;
-        tile[tile_slot(matrix, chunk % CHUNKS)] =
-            first + matrix < count ? x[first * CHUNKS + chunk] : make_uint4(0, 0, 0, 0);
-    }
-    __syncwarp();  // the tile is complete before anyone reads it
-#pragma unroll
-    for (int part = 0; part < CHUNKS; ++part) raw[part] = tile[tile_slot(lane, part)];
-    __syncwarp();  // and read before it is written again
-}
-
 DEVICE void unpack_matrix(const uint4* raw, float (*out)[4]) {
 #pragma unroll
     for (int part = 0; part < CHUNKS; ++part) Element::unpack(raw[part], out[0] + part * Element::PER_CHUNK);
 }
 
-// Writes the warp's 32 matrices as whole lines. The tile may hold anything that this warp has finished with.
-DEVICE void store_matrix(uint4* __restrict__ y, i64 first, i64 count, int lane, uint4* tile, const float (*in)[4]) {
-#if STORES_STAGED
-    __syncwarp();  // every lane has finished with what the tile held
+// The thread's matrix, packed and written by itself.
+DEVICE void store_matrix(uint4* __restrict__ y, i64 first, i64 count, int lane, const float (*in)[4]) {
+    if (first + lane >= count) return;
+#pragma unroll
+    for (int part = 0; part < CHUNKS; ++part)
+        y[(first + lane) * CHUNKS + part] = Element::pack(in[0] + part * Element::PER_CHUNK);
+}
+
+// The warp's 32 matrices, written as whole lines by way of a shared tile.
+DEVICE void store_matrices(uint4* __restrict__ y, i64 first, i64 count, int lane, uint4* tile, const float (*in)[4]) {
 #pragma unroll
     for (int part = 0; part < CHUNKS; ++part)
         tile[tile_slot(lane, part)] = Element::pack(in[0] + part * Element::PER_CHUNK);
@@ -106,13 +105,6 @@ DEVICE void store_matrix(uint4* __restrict__ y, i64 first, i64 count, int lane, 
         int chunk = k * 32 + lane, matrix = chunk / CHUNKS;
         if (first + matrix < count) y[first * CHUNKS + chunk] = tile[tile_slot(matrix, chunk % CHUNKS)];
     }
-    __syncwarp();  // and read before it is written again
-#else
-#pragma unroll
-    for (int part = 0; part < CHUNKS; ++part)
-        if (first + lane < count)
-            y[(first + lane) * CHUNKS + part] = Element::pack(in[0] + part * Element::PER_CHUNK);
-#endif
 }
 
 // p_ij = exp(x_ij - max_j x_ij) / sum_j exp(x_ij - max_j x_ij), in place
@@ -173,11 +165,7 @@ extern "C" __global__ void __launch_bounds__(128)
     if (first >= count) return;  // the whole warp leaves; nothing below waits for other warps
 
     uint4 raw[CHUNKS];
-#if LOADS_STAGED
-    load_matrix_staged(x, first, count, lane, tiles[warp], raw);
-#else
     load_matrix(x, first, count, lane, raw);
-#endif
     float P[4][4];
     unpack_matrix(raw, P);
     softmax_rows(P);
@@ -196,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(128)
     for (int i = 0; i < 4; ++i)
 #pragma unroll
         for (int j = 0; j < 4; ++j) P[i][j] = (f.r[i] * P[i][j]) * f.c[j];
-    store_matrix(y, first, count, lane, tiles[warp], P);
+    store_matrices(y, first, count, lane, tiles[warp], P);
 }
 
 // The gradients that walk backwards with the factors.
@@ -290,12 +278,11 @@ DEVICE void recall(const float4* at, float* out) {
 extern "C" __global__ void __launch_bounds__(128, 3)
     sinkhorn4_backward(const uint4* __restrict__ grad_y, const uint4* __restrict__ x, uint4* __restrict__ grad_x,
                        i64 count, int repeat, float eps, int window) {
-    extern __shared__ uint4 shared[];
+    extern __shared__ float4 shared[];
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     // The factors (r^(k-1), c^k) of step k = lowest + s lie at kept[64 s] and kept[64 s + 32], one float4 a lane. Only
-    // this lane reads what it wrote: no barrier. The tile for the stores uses the same memory afterwards.
-    uint4* tile = shared + warp * max(window * 64, TILE);
-    float4* kept = reinterpret_cast<float4*>(tile) + lane;
+    // this lane reads what it wrote: no barrier.
+    float4* kept = shared + warp * window * 64 + lane;
 
     // 64-bit: there may be more than 2^31 matrices, and chunks before that.
     i64 stride = (i64)gridDim.x * warps * 32;
@@ -372,6 +359,6 @@ extern "C" __global__ void __launch_bounds__(128, 3)
 #pragma unroll
             for (int j = 0; j < 4; ++j) dP[i][j] = p[i][j] * (dP[i][j] - sum);
         }
-        store_matrix(grad_x, first, count, lane, tile, dP);
+        store_matrix(grad_x, first, count, lane, dP);
     }
 }

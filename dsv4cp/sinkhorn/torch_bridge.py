@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 
 from .. import _bridge
-from .._arrays import real_number, whole_number
 from .._torch_backend import choose
 from . import contract, ops, reference
 
@@ -43,16 +42,19 @@ def dsv4_sinkhorn_normalize(
     CUDA tensors where they can run, else "torch". Raises TypeError and ValueError as the array function,
     RuntimeError for "tilelang" where it cannot run.
     """
-    unfit = contract.kernels_unfit(_spec(x, repeat, eps)) if isinstance(x, torch.Tensor) else None
+    spec = _spec(x, repeat, eps) if isinstance(x, torch.Tensor) else None  # choose() refuses all else
     picked = choose(
         "dsv4_sinkhorn_normalize",
         backend,
         (x,),
         allowed=("torch", "tilelang", "auto"),
-        kernel_missing=kernel_missing() or unfit,
+        kernel_missing=kernel_missing() or (None if spec is None else contract.kernels_unfit(spec)),
     )
-    if picked == "tilelang":
-        return NORMALIZE(x, whole_number("repeat", repeat, minimum=1), real_number("eps", eps))
+    if picked == "tilelang" and spec is not None:
+        if _bridge.autograd_is_idle(x):
+            with _bridge.below_autograd():
+                return NORMALIZE(x, spec.repeat, spec.eps)
+        return NORMALIZE(x, spec.repeat, spec.eps)
     return sinkhorn_normalize_torch(x, repeat, eps)
 
 
@@ -89,7 +91,7 @@ def _cuda_forward(x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
     from . import cuda
 
     x = _bridge.contiguous(x)
-    y = torch.empty(spec.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
     with _bridge.on_stream_of(x) as stream:
         cuda.launch_forward(x.data_ptr(), y.data_ptr(), spec, stream=stream)
     return y
@@ -106,7 +108,7 @@ def _cuda_backward(grad_y: torch.Tensor, x: torch.Tensor, repeat: int, eps: floa
     from . import cuda
 
     x, grad_y = _bridge.contiguous(x), _bridge.contiguous(grad_y)
-    grad_x = torch.empty(spec.shape, dtype=x.dtype, device=x.device)
+    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     with _bridge.on_stream_of(x) as stream:
         cuda.launch_backward(grad_y.data_ptr(), x.data_ptr(), grad_x.data_ptr(), spec, stream=stream)
     return grad_x

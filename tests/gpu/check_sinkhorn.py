@@ -3,8 +3,8 @@
     python tests/gpu/check_sinkhorn.py [--quick]
 
 Correctness: every dtype and M against the float64 oracle, canaries, bits. Times: medians of CUDA-event times after
-warm-up, over buffers larger than L2 at the large size; at the small size also what a call costs the host. The kernels'
-own variants and shapes follow, one line each. Exit status 1 when anything differs or a target is missed.
+warm-up, over buffers larger than L2 at the large size; at the small size also what a call costs the host. Exit status 1
+when anything differs or a target is missed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import cupy
 import ml_dtypes
 import numpy as np
 
-from dsv4cp import _kernels, dsv4_sinkhorn_normalize, dsv4_sinkhorn_normalize_grad
+from dsv4cp import dsv4_sinkhorn_normalize, dsv4_sinkhorn_normalize_grad
 from dsv4cp.sinkhorn import contract, cuda
 from tests.support import naive
 from tests.support.compare import check_close, check_equal
@@ -186,44 +186,9 @@ def host_times() -> None:
     host_line(f"torch_ops forward call, {SMALL}", call_us(call), TORCH_US)
 
 
-# --- Variants ------------------------------------------------------------------------------------------
-
-
-def variants(repeats: int) -> None:
-    """What was considered and is not the default: ways to load and store, and shapes of the backward kernel."""
-    grad, x = arrays(LARGE, np.float32)
-    out = cupy.empty_like(x)
-    numbers = {"count": np.int64(LARGE), "repeat": np.int32(REPEAT), "eps": np.float32(EPS)}
-    for loads, stores in ((0, 1), (1, 1), (0, 0), (1, 0)):
-        defines = {"ELEMENT": "Float32", "LOADS_STAGED": loads, "STORES_STAGED": stores}
-        kernel = _kernels.kernel("sinkhorn.cu", "sinkhorn4_forward", defines=defines)
-        for threads in (64, 128):
-            grid = -(-LARGE // threads)
-            ms = device_ms(
-                lambda k=kernel, g=grid, b=threads: _kernels.launch(k, grid=g, block=b, x=x, y=out, **numbers), repeats
-            )
-            line(f"  forward loads staged {loads} stores staged {stores} threads {threads}", ms, 2 * x.nbytes)
-    multiprocessors = cupy.cuda.Device().attributes["MultiProcessorCount"]
-    for stores in (1, 0):
-        defines = {"ELEMENT": "Float32", "STORES_STAGED": stores}
-        kernel = _kernels.kernel("sinkhorn.cu", "sinkhorn4_backward", defines=defines)
-        shapes = ((128, 3, 18), (64, 6, 18), (32, 12, 18), (128, 2, 18), (128, 3, 9), (128, 24, 18))
-        for threads, resident, window in shapes:
-            shared = threads // 32 * max(window * 1024, 2048)
-
-            def call(k=kernel, b=threads, r=resident, s=shared, w=window):
-                _kernels.launch(
-                    k, grid=r * multiprocessors, block=b, shared_bytes=s,
-                    grad_y=grad, x=x, grad_x=out, window=np.int32(w), **numbers,
-                )  # fmt: skip
-
-            what = f"  backward stores staged {stores} threads {threads} blocks/SM {resident} window {window}"
-            line(what, device_ms(call, repeats), 3 * x.nbytes)
-
-
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--quick", action="store_true", help="fewer repetitions, no variants")
+    options.add_argument("--quick", action="store_true", help="fewer repetitions")
     quick = options.parse_args().quick
     start = time.perf_counter()
     properties = cupy.cuda.runtime.getDeviceProperties(0)
@@ -232,8 +197,6 @@ def main() -> int:
     correctness()
     times(5 if quick else 20)
     host_times()
-    if not quick:
-        variants(10)
     print(f"{time.perf_counter() - start:.1f} s, {len(failures)} failures" + "".join(f"\n  {f}" for f in failures))
     return 1 if failures else 0
 
