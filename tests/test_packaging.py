@@ -143,7 +143,7 @@ def test_an_editable_install_finds_the_cuda_files_of_its_checkout(source, tmp_pa
     run(*PIP, "install", *OFFLINE, "--target", target, "-e", source, cwd=tmp_path)
     # -S: this interpreter's installed packages without its .pth files, one of which may be another editable install.
     packages = [path for path in sys.path if path.endswith("-packages")]
-    before = f"import site, sys; sys.path += {packages!r}; site.addsitedir({str(target)!r})"
+    before = f"import site, sys; site.addsitedir({str(target)!r}); sys.path += {packages!r}"
     package, folder, names = found(tmp_path, before, flags=("-S",))
     assert (package, folder) == (source / "dsv4cp", source / "kernels_cu")
     assert names == cuda_files()
