@@ -1,4 +1,4 @@
-"""What sparse attention's kernels are launched with, without a GPU: tiles, blocks, shared memory, arguments."""
+"""What sparse attention's portable kernel is launched with, without a GPU: tiles, blocks, shared memory, arguments."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def launches(monkeypatch):
         made.append(SimpleNamespace(defines=defines, **shape, **values))
 
     monkeypatch.setattr(_kernels, "launch", launch)
+    monkeypatch.setattr(cuda, "forced_path", "portable")
     return made
 
 
