@@ -18,13 +18,13 @@ SUFFIXES = (".py", ".cu", ".cuh", ".typed")
 NOT_COPIED = (".git", "__pycache__", "*.egg-info", "build", "dist", ".*_cache", ".hypothesis", ".venv")
 
 
-def in_the_tree() -> dict[str, bytes]:
+def in_the_tree(source: Path) -> dict[str, bytes]:
     """What a wheel must contain, by its path in site-packages."""
     files = {}
     for folder, prefix in (("dsv4cp", "dsv4cp"), ("kernels_cu", "dsv4cp/kernels_cu")):
-        for path in sorted((ROOT / folder).rglob("*")):
+        for path in sorted((source / folder).rglob("*")):
             if path.suffix in SUFFIXES and "__pycache__" not in path.parts:
-                files[f"{prefix}/{path.relative_to(ROOT / folder).as_posix()}"] = path.read_bytes()
+                files[f"{prefix}/{path.relative_to(source / folder).as_posix()}"] = path.read_bytes()
     return files
 
 
@@ -63,12 +63,12 @@ def site(wheel) -> Path:
     return target
 
 
-def test_the_wheel_holds_exactly_the_tree(wheel):
+def test_the_wheel_holds_exactly_the_tree(wheel, source):
     with zipfile.ZipFile(wheel) as z:
         got = {name: z.read(name) for name in z.namelist() if ".dist-info/" not in name}
         metadata = z.read(next(n for n in z.namelist() if n.endswith(".dist-info/METADATA"))).decode()
         licences = [n for n in z.namelist() if n.endswith("LICENSE")]
-    want = in_the_tree()
+    want = in_the_tree(source)
     assert sorted(got) == sorted(want)
     assert got == want
     assert "dsv4cp/py.typed" in got
@@ -82,12 +82,12 @@ def test_the_sdist_holds_the_tree_and_the_tests(source):
     with tarfile.open(built) as t:
         members = [m for m in t.getmembers() if m.isfile()]
         got = {m.name.partition("/")[2]: t.extractfile(m).read() for m in members}
-    want = {name.replace("dsv4cp/kernels_cu/", "kernels_cu/"): text for name, text in in_the_tree().items()}
+    want = {name.replace("dsv4cp/kernels_cu/", "kernels_cu/"): text for name, text in in_the_tree(source).items()}
     for folder in ("tests", "examples"):
-        for path in (ROOT / folder).rglob("*.py"):
-            want[path.relative_to(ROOT).as_posix()] = path.read_bytes()
+        for path in (source / folder).rglob("*.py"):
+            want[path.relative_to(source).as_posix()] = path.read_bytes()
     for name in ("README.md", "LICENSE", "setup.cfg", "pyproject.toml", ".ci/run", "tests/constraints.txt"):
-        want[name] = (ROOT / name).read_bytes()
+        want[name] = (source / name).read_bytes()
     assert [name for name in want if name not in got] == []
     # setuptools writes setup.cfg anew: without comments, with an [egg_info] section.
     rewritten, original = sections(got.pop("setup.cfg")), sections(want.pop("setup.cfg"))
@@ -120,22 +120,22 @@ def found(cwd: Path, *before: str, flags: tuple[str, ...] = ()) -> tuple[Path, P
     return Path(package), Path(folder), names.split()
 
 
-def cuda_files() -> list[str]:
-    names = sorted(p.name for p in (ROOT / "kernels_cu").iterdir() if p.suffix in (".cu", ".cuh"))
+def cuda_files(source: Path) -> list[str]:
+    names = sorted(p.name for p in (source / "kernels_cu").iterdir() if p.suffix in (".cu", ".cuh"))
     assert names
     return names
 
 
-def test_an_installed_wheel_finds_its_own_cuda_files(site, tmp_path):
+def test_an_installed_wheel_finds_its_own_cuda_files(site, source, tmp_path):
     package, folder, names = found(tmp_path, f"import sys; sys.path.insert(0, {str(site)!r})")
     assert (package, folder) == (site / "dsv4cp", site / "dsv4cp" / "kernels_cu")
-    assert names == cuda_files()
+    assert names == cuda_files(source)
 
 
 def test_a_bare_checkout_finds_its_own_cuda_files(source):
     package, folder, names = found(source)
     assert (package, folder) == (source / "dsv4cp", source / "kernels_cu")
-    assert names == cuda_files()
+    assert names == cuda_files(source)
 
 
 def test_an_editable_install_finds_the_cuda_files_of_its_checkout(source, tmp_path):
@@ -146,7 +146,7 @@ def test_an_editable_install_finds_the_cuda_files_of_its_checkout(source, tmp_pa
     before = f"import site, sys; site.addsitedir({str(target)!r}); sys.path += {packages!r}"
     package, folder, names = found(tmp_path, before, flags=("-S",))
     assert (package, folder) == (source / "dsv4cp", source / "kernels_cu")
-    assert names == cuda_files()
+    assert names == cuda_files(source)
 
 
 def test_setup_cfg_lists_every_package():
