@@ -1,7 +1,7 @@
 """Sparse attention on a GPU: a vectorised float64 oracle, selections as a V4 layer makes them, random inputs.
 
-The oracle repeats the definition on CuPy arrays, for shapes that tests/support/naive.py is too slow for. It imports
-nothing from dsv4cp.
+The oracle repeats the definition on CuPy arrays, for shapes that tests/support/naive.py is too slow for. Nothing here
+imports dsv4cp or asks for a CUDA library beyond CuPy: random numbers are NumPy's, products torch's where it is there.
 """
 
 from __future__ import annotations
@@ -12,6 +12,16 @@ import numpy as np
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 CHUNK = 2**26  # float64 numbers of gathered rows at a time
+NORMALS = 7_340_033  # a prime: rows cut out of repetitions of so many numbers differ
+
+
+def product(a, b):
+    """a @ b of stacks of float64 matrices."""
+    try:
+        import torch
+    except ImportError:
+        return cupy.matmul(a, b)
+    return cupy.from_dlpack(torch.from_dlpack(cupy.ascontiguousarray(a)) @ torch.from_dlpack(b))
 
 
 def oracle(q, kv, sinks, ids, scale):
@@ -29,7 +39,7 @@ def oracle(q, kv, sinks, ids, scale):
             valid = (ids[b, n] >= 0) & (ids[b, n] < keys)
             rows = kv[b].astype(np.float32)[cupy.where(valid, ids[b, n], 0)].astype(np.float64)
             rows = cupy.where(valid[:, :, None], rows, 0)
-            scores = cupy.matmul(q[b, n].astype(np.float64), rows.swapaxes(1, 2)) * scale
+            scores = product(q[b, n].astype(np.float64), rows.swapaxes(1, 2)) * scale
             scores = cupy.where(valid[:, None, :], scores, -np.inf)
             top = scores.max(axis=-1, keepdims=True)
             top = cupy.where(top == -np.inf, 0, top)
@@ -38,12 +48,12 @@ def oracle(q, kv, sinks, ids, scale):
             empty = total == 0
             with np.errstate(over="ignore"):
                 denominator = cupy.where(empty, 1, total + cupy.exp(sinks - top))
-            out[b, n] = cupy.matmul(p, rows) / denominator
+            out[b, n] = product(p, rows) / denominator
             lse[b, n] = cupy.where(empty, -np.inf, top + cupy.log(cupy.where(empty, 1, total)))[:, :, 0]
     return out, lse
 
 
-def v4_selection(queries: int, ratio: int, topk: int, *, window: int = 128, seed: int = 0):
+def v4_selection(queries: int, ratio: int, topk: int, *, window: int = 128):
     """int32 [1, S, T], K: the window's rows, then up to topk of the causal compressed rows, -1 where there are none."""
     position = cupy.arange(queries)[:, None]
     raw = cupy.maximum(position - window + 1, 0) + cupy.arange(min(window, queries))
@@ -51,9 +61,9 @@ def v4_selection(queries: int, ratio: int, topk: int, *, window: int = 128, seed
     pooled = queries // ratio
     visible = (position + 1) // ratio
     entry = cupy.arange(pooled)[None, :]
-    if topk < pooled:  # distinct entries in a random order: the smallest of a random key each
-        key = cupy.random.RandomState(seed).random_sample((queries, pooled), dtype=np.float32)
-        order = cupy.argsort(cupy.where(entry < visible, key, 2), axis=-1)[:, :topk]
+    if topk < pooled:  # distinct visible entries in the order of a multiplicative hash
+        key = (position * pooled + entry) * 0x9E3779B97F4A7C1 >> 20 & 0x7FFFFFFF
+        order = cupy.argsort(cupy.where(entry < visible, key, 2**31), axis=-1)[:, :topk]
         chosen = cupy.where(cupy.arange(topk)[None, :] < visible, order, -1)
     else:
         chosen = cupy.where(entry < visible, entry, -1)
@@ -80,11 +90,15 @@ def random_inputs(b=2, s=5, h=3, d=64, k=40, t=70, *, dtype="bfloat16", seed=0, 
 
 def layer_inputs(queries: int, heads: int, ratio: int, topk: int, *, dtype="bfloat16", seed=0):
     """(q, kv, sinks, ids) of a V4 layer with D 512."""
-    ids, keys = v4_selection(queries, ratio, topk, seed=seed)
-    random = cupy.random.RandomState(seed)
+    ids, keys = v4_selection(queries, ratio, topk)
+    rng = np.random.default_rng(seed)
+    normals = cupy.asarray(rng.standard_normal(NORMALS, np.float32).astype(DTYPES[dtype]))
 
     def normal(*shape):
-        return random.standard_normal(shape, dtype=np.float32).astype(DTYPES[dtype])
+        size = int(np.prod(shape))
+        whole = cupy.empty(-(-size // NORMALS) * NORMALS, normals.dtype)
+        whole.reshape(-1, NORMALS)[...] = normals
+        return whole[:size].reshape(shape)
 
-    sinks = random.standard_normal((heads,), dtype=np.float32)
+    sinks = cupy.asarray(rng.standard_normal(heads).astype(np.float32))
     return normal(1, queries, heads, 512), normal(1, keys, 512), sinks, ids
