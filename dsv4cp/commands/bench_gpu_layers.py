@@ -196,12 +196,14 @@ INDEXER: tuple[dict[str, Any], ...] = ({"queries": 4096, "topk": 512}, {"queries
 def cases() -> list[Callable[[bool], Case]]:
     """The cases of the ops that have CUDA kernels in this version."""
     from ..indexer.ops import OFFERED as indexer_offered
+    from ..sparse_attention.ops import GRAD_OFFERED as gradient_offered
     from ..sparse_attention.ops import OFFERED as attention_offered
 
     made: list[Callable[[bool], Case]] = []
     if "cuda" in attention_offered:
-        made += [functools.partial(attention, **shape, backward=b) for shape in ATTENTION for b in (False, True)]
+        parts = (False, True) if "cuda" in gradient_offered else (False,)
+        made += [functools.partial(attention, **shape, backward=backward) for shape in ATTENTION for backward in parts]
     if "cuda" in indexer_offered:
-        parts = ("scores", "top-k", "backward")
-        made += [functools.partial(indexing, **shape, part=part) for shape in INDEXER for part in parts]
+        of = ("scores", "top-k", "backward")
+        made += [functools.partial(indexing, **shape, part=part) for shape in INDEXER for part in of]
     return made
