@@ -77,7 +77,8 @@ def dsv4_sparse_attention(
 
     backend: "torch" and "sparse_torch" are sparse_attention_torch, "tilelang" this package's CUDA kernels (bfloat16
     or float16, D 64, 128, 256 or 512), "cudnn" NVIDIA's (not in this version: a RuntimeError), "auto" the CUDA
-    kernels for CUDA bfloat16 tensors where they can run, else "torch". The gradient of the CUDA kernels runs the reference's equations on the tensors.
+    kernels for CUDA bfloat16 tensors where they can run, else "torch". The gradient of the CUDA kernels runs the
+    reference's equations on the tensors.
     backward_impl and backward_workspace_bytes speak to the kernels' gradient; "torch" checks and ignores
     them. reference_rounding needs the kernels and no gradient. topk_idxs may be None when a plan made for
     this backend is given; an "auto" that runs the reference on CUDA tensors takes a plan for the kernels too.
@@ -97,7 +98,7 @@ def dsv4_sparse_attention(
         require_bf16=backend != "tilelang",
     )
     if picked == "cudnn":
-        raise RuntimeError("dsv4_sparse_attention: backend 'cudnn' is not there: this version of dsv4cp has no such backend")
+        raise RuntimeError("dsv4_sparse_attention: backend 'cudnn' is not there in this version of dsv4cp")
     spec = contract.check(q, kv, sinks, topk_idxs, sm_scale, plan=plan, **flags)
     cap = contract.check_backward(backward_impl, backward_workspace_bytes)
     ids = contract.plan_ids(plan, topk_idxs, _plans(picked, backend, q), spec)
