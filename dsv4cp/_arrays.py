@@ -6,11 +6,13 @@ library; array_api_compat recognises arrays of libraries that the caller has imp
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import array_api_compat as compat
 import numpy as np
@@ -19,6 +21,9 @@ FLOATS = ("bfloat16", "float16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 ID_DTYPES = ("int32", "int64")
 WRAPPED = ("numpy", "cupy", "torch")  # libraries whose namespaces array_api_compat completes
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,13 @@ def facts(**arrays: Any) -> ArrayFacts:
     for name, dev in devices.items():
         if dev != devices[first_name]:
             raise ValueError(f"{name}: expected an array on {devices[first_name]} like {first_name}, got one on {dev}")
-    return ArrayFacts(lib, _namespace(lib, first), devices[first_name])
+    namespace = _namespace(lib, first)
+    if lib == "torch":
+        for name, x in given.items():
+            if x.layout is not namespace.strided or x.is_nested:
+                kind = "nested" if x.is_nested else x.layout
+                raise TypeError(f"{name}: expected a dense (strided) tensor, got a {kind} one")
+    return ArrayFacts(lib, namespace, devices[first_name])
 
 
 def dtype_name(x: Any) -> str:
@@ -143,10 +154,22 @@ def whole_number(name: str, value: Any, *, minimum: int = 0, maximum: int | None
         number = operator.index(value)
     except TypeError as error:
         raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from error
-    if number < minimum or (maximum is not None and number > maximum):
-        limit = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
-        raise ValueError(f"{name}: expected an integer of {limit}, got {number}")
+    if number < minimum:
+        raise ValueError(f"{name}: expected an integer of at least {minimum}, got {number}")
+    if maximum is not None and number > maximum:
+        raise ValueError(f"{name}: expected an integer of at most {maximum}, got {number}")
     return number
+
+
+def quiet(function: Callable[P, T]) -> Callable[P, T]:
+    """Runs it without NumPy's floating-point warnings: NaN, infinities and overflow are answers here, not surprises."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        with np.errstate(all="ignore"):  # one per call: before NumPy 2 the object kept state that threads would share
+            return function(*args, **kwargs)
+
+    return run
 
 
 def compute_dtype(xp: Any, *arrays: Any) -> Any:

@@ -58,16 +58,16 @@ def _cudnn_missing() -> str | None:
     return None
 
 
-def pick(op: str, backend: str, library: str, *, offered: tuple[str, ...]) -> str:
-    """The backend that runs `op` on arrays of `library`.
+def pick(op: str, backend: str, library: str, *, offered: tuple[str, ...], argument: str = "backend") -> str:
+    """The backend that runs `op` on arrays of `library`; `argument` is what the op calls `backend`.
 
     Raises TypeError for torch tensors (dsv4cp.torch_ops takes them), ValueError for an unknown backend
     name, RuntimeError saying what is missing when a backend asked for by name cannot run.
     """
     if library == "torch":
         raise TypeError(f"{op}: got torch tensors; use dsv4cp.torch_ops.{op} for them")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+    if not isinstance(backend, str) or backend not in BACKENDS:  # an array has no truth value to look up by
+        raise ValueError(f"{argument}: expected one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
     if backend == "reference":
         return backend
     if backend == "auto":

@@ -36,7 +36,7 @@ def choose(
     for tensor in tensors:
         if library(tensor) != "torch":
             raise TypeError(f"{op}: expected torch tensors, got {type(tensor).__name__}; dsv4cp itself takes arrays")
-    if backend not in allowed:
+    if not isinstance(backend, str) or backend not in allowed:
         raise ValueError(f"backend: expected one of {', '.join(map(repr, allowed))}, got {backend!r}")
     if backend in ("torch", "sparse_torch"):
         return "torch"

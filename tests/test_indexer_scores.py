@@ -258,6 +258,10 @@ def test_bad_input_is_named():
     refused(ValueError, r"^compress_ratio: .*at least 1, got 0", q, k, w, compress_ratio=0)
     refused(TypeError, r"^compress_ratio: expected an integer, got float", q, k, w, compress_ratio=4.0)
     refused(TypeError, r"^softmax_scale: expected a real number.*got str", q, k, w, softmax_scale="1")
+    for scale in (np.nan, np.inf, -np.inf, 1e39, -(10**39)):
+        refused(ValueError, r"^softmax_scale: expected a finite number.*got", q, k, w, softmax_scale=scale)
+    refused(ValueError, r"^compress_ratio: .*at most \d+, got", q, k, w, compress_ratio=2**63)
+    refused(ValueError, r"^query_start: .*at most \d+, got", q, k, w, query_start=2**63)
     refused(ValueError, r"^query_start: .*got -1", q, k, w, query_start=-1)
     late = {"query_start": 3, "query_total_len": 11}
     refused(ValueError, r"^query_total_len: expected at least .*3 \+ 9, got 11", q, k, w, **late)

@@ -373,3 +373,15 @@ def test_bad_input_is_named():
         select_indexer_topk([1.0], 2)
     with pytest.raises(TypeError, match=r"masked|MaskedArray"):
         select_indexer_topk(np.ma.masked_array([1.0]), 2)
+
+
+def test_local_positions_at_the_ends_of_int64():
+    """The last token's successor does not wrap to a negative position that would see nothing."""
+    x = np.ones((1, 3, 1, 4)), np.ones((1, 2, 4)), np.ones((1, 3, 1))
+    positions = np.array([[2**63 - 1, 2**63 - 2, -(2**63)]])
+    ones = np.ones((1, 3), np.int64)
+    ids = dsv4_indexer_topk(
+        *x, 2, compress_ratio=1, softmax_scale=1.0, q_segment_ids=ones, q_local_positions=positions,
+        pooled_segment_ids=ones[:, :2], pooled_positions=np.array([[0, 5]]),
+    )  # fmt: skip
+    check_equal(ids, np.array([[[0, 1], [0, 1], [-1, -1]]], np.int32))

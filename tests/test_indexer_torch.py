@@ -170,3 +170,13 @@ def test_backends_and_errors():
         dsv4_indexer_scores(*x, **AT, backend="torch", query_start=1, query_total_len=9)
     with pytest.raises(ValueError, match=r"^pooled_kv: expected shape"):
         indexer_scores_torch(x[0], x[1][:1], x[2], SCALE)
+
+
+def test_no_slot_at_all():
+    """T = 0: an empty result that still belongs to the graph, as for every other axis without length."""
+    x = tensors(2, grad=True)
+    got = dsv4_indexer_topk_scores(*x, torch.zeros(*x[0].shape[:2], 0, dtype=torch.int64), **AT, backend="torch")
+    assert got.shape == (*x[0].shape[:2], 0)
+    got.sum().backward()
+    for t in x:
+        check_equal(t.grad, torch.zeros_like(t))

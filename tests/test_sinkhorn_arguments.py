@@ -34,6 +34,7 @@ X = np.zeros((2, 4, 4), np.float32)
     [
         ({"x": [[1.0]]}, TypeError, "x"),
         ({"x": 1.0}, TypeError, "x"),
+        ({"x": None}, TypeError, "x: expected an array"),
         ({"x": X.astype(np.int32)}, TypeError, "x"),
         ({"x": X.astype(bool)}, TypeError, "x"),
         ({"x": X.astype(np.complex64)}, TypeError, "x"),
@@ -44,6 +45,7 @@ X = np.zeros((2, 4, 4), np.float32)
         ({"x": np.zeros((3, 0, 0))}, ValueError, "x"),
         ({"repeat": 0}, ValueError, "repeat"),
         ({"repeat": -1}, ValueError, "repeat"),
+        ({"repeat": 2**31}, ValueError, "repeat"),
         ({"repeat": 20.0}, TypeError, "repeat"),
         ({"repeat": True}, TypeError, "repeat"),
         ({"repeat": None}, TypeError, "repeat"),
@@ -59,6 +61,7 @@ X = np.zeros((2, 4, 4), np.float32)
         ({"eps": np.array([1e-6])}, TypeError, "eps"),
         ({"eps": array_api_strict.asarray(1e-6)}, TypeError, "eps"),
         ({"backend": "torch"}, ValueError, "backend"),
+        ({"backend": np.zeros(2)}, ValueError, "backend: expected one of"),
         ({"backend": "Reference"}, ValueError, "backend"),
         ({"backend": "cuda"}, RuntimeError, "cuda"),
         ({"backend": "cudnn"}, RuntimeError, "cudnn"),

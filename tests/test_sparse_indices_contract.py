@@ -19,7 +19,7 @@ DOCUMENTS = {"q_segment_ids": ROWS, "q_local_positions": ROWS}
 ENTRIES = {"pooled_segment_ids": np.zeros((2, 2), np.int64), "pooled_positions": np.zeros((2, 2), np.int64)}
 
 REFUSED = [
-    ({"batch_size": -1}, ValueError, "batch_size: expected an integer of between 0"),
+    ({"batch_size": -1}, ValueError, "batch_size: expected an integer of at least 0"),
     ({"seq_len": 2.0}, TypeError, "seq_len: expected an integer"),
     ({"window_size": -1}, ValueError, "window_size"),
     ({"key_len": 2**61}, ValueError, "key_len"),
@@ -58,6 +58,7 @@ REFUSED = [
     ({**DOCUMENTS, **ENTRIES, "n_pooled": 3, "compress_ratio": 2}, ValueError, "pooled_segment_ids: expected shape"),
     ({**DOCUMENTS, **ENTRIES, "n_pooled": 2, "compressed_topk": IDS}, ValueError, "compress_ratio"),
     ({"dtype": "int16"}, TypeError, "dtype: expected int32 or int64, got int16"),
+    ({"dtype": np.array(1)}, TypeError, "dtype: expected int32 or int64 as a name or a dtype, got ndarray"),
     ({"dtype": np.float32}, TypeError, "dtype: expected int32 or int64, got float32"),
     ({"dtype": "int32", "key_len": 2**31 + 1}, ValueError, "key_len: expected at most 2147483648"),
     ({"backend": "fast"}, ValueError, "backend: expected one of"),
@@ -82,6 +83,7 @@ def test_build_refuses(more, error, words):
         ((IDS == 0, 5), TypeError, "topk_idxs: expected dtype"),
         ((IDS[0], 5), ValueError, r"topk_idxs: expected shape \[B, S, T\]"),
         (([[[1]]], 5), TypeError, "topk_idxs: expected an array"),
+        ((None, 5), TypeError, "topk_idxs: expected dtype"),
         ((np.ma.masked_array(IDS), 5), TypeError, "topk_idxs: expected a plain array"),
         ((torch.zeros(1, 1, 1, dtype=torch.int64), 5), TypeError, "torch_ops"),
         ((IDS, -1), ValueError, "kv_sequence"),

@@ -308,3 +308,27 @@ def test_gradients_have_the_inputs_dtype(op, dtype):
     y = function(*leaves)
     y[y.isfinite()].sum().backward()
     assert [t.grad.dtype for t in leaves] == [t.dtype for t in tensors]
+
+
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        ("sinkhorn_normalize_torch", {"x": torch.zeros(2, 4, 4), "repeat": 2, "eps": 0.0}),
+        ("indexer_scores_torch", {
+            "q": torch.zeros(1, 2, 1, 4), "pooled_kv": torch.zeros(1, 3, 4), "weights": torch.zeros(1, 2, 1),
+            "softmax_scale": 1.0,
+        }),
+        ("extract_indexer_topk_scores_torch", {"logits": torch.zeros(2, 3), "topk_indices": torch.zeros(2, 1).long()}),
+        ("plan_dsv4_sparse_indices", {
+            "topk_idxs": torch.zeros(1, 2, 3).long(), "kv_sequence": 4, "backend": "torch",
+        }),
+    ],
+)  # fmt: skip
+def test_tensors_without_plain_memory_are_refused(name, arguments):
+    for argument, x in arguments.items():
+        if not isinstance(x, torch.Tensor):
+            continue
+        others = [x.to_sparse(), torch.nested.nested_tensor([x[0], x[0]])]
+        for other in others + ([x.to_mkldnn()] if x.is_floating_point() else []):
+            with pytest.raises(TypeError, match=rf"^{argument}: expected a dense \(strided\) tensor, got a"):
+                getattr(torch_ops, name)(**arguments | {argument: other})

@@ -5,8 +5,11 @@ Metadata only: no value of an array is read. The one place of this slice that ra
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any
+
+import numpy as np
 
 from .._arrays import (
     FLOATS,
@@ -20,6 +23,8 @@ from .._arrays import (
 )
 
 MAX_ENTRIES = 2**31 - 1  # ids are int32
+LARGEST_POSITION = 2**60  # sums of a few positions stay inside int64
+FLOAT32_MAX = 3.4028234663852886e38
 ORDERS = ("id", "score")
 
 
@@ -102,7 +107,8 @@ def check_scores(
     _, entries, _ = require_shape("pooled_kv", pooled_kv, "B P E", B=batch, E=index_dim)
     require_shape("weights", weights, "B S I", B=batch, S=queries, I=heads)
     _limit_entries("pooled_kv", entries)
-    start = whole_number("query_start", query_start)
+    start = whole_number("query_start", query_start, maximum=LARGEST_POSITION)
+    compute = compute_dtype(shared.xp, q, pooled_kv, weights)
     if query_total_len is not None:
         total = whole_number("query_total_len", query_total_len)
         if start + queries > total:
@@ -118,9 +124,9 @@ def check_scores(
         entries=entries,
         heads=heads,
         index_dim=index_dim,
-        compute=compute_dtype(shared.xp, q, pooled_kv, weights),
-        softmax_scale=real_number("softmax_scale", softmax_scale),
-        compress_ratio=whole_number("compress_ratio", compress_ratio, minimum=1),
+        compute=compute,
+        softmax_scale=_scale(softmax_scale, math.inf if compute == shared.xp.float64 else FLOAT32_MAX),
+        compress_ratio=whole_number("compress_ratio", compress_ratio, minimum=1, maximum=LARGEST_POSITION),
         query_start=start,
     )
 
@@ -211,7 +217,7 @@ def check_topk(
             require_shape(name, x, "B P", B=spec.batch, P=spec.entries)
     return TopkSpec(
         **_values(spec),
-        topk=whole_number("topk", topk),
+        topk=whole_number("topk", topk, maximum=MAX_ENTRIES),
         order=_order(order),
         return_scores=_flag("return_scores", return_scores),
         packed=bool(given),
@@ -232,7 +238,7 @@ def check_select(scores: Any, topk: Any, order: Any = "id", return_scores: Any =
         leading=tuple(scores.shape[:-1]),
         entries=scores.shape[-1],
         compute=compute_dtype(shared.xp, scores),
-        topk=whole_number("topk", topk),
+        topk=whole_number("topk", topk, maximum=MAX_ENTRIES),
         order=_order(order),
         return_scores=_flag("return_scores", return_scores),
     )
@@ -266,6 +272,13 @@ def _limit_entries(name: str, entries: int) -> None:
         raise ValueError(f"{name}: expected at most {MAX_ENTRIES} entries (ids are int32), got {entries}")
 
 
+def _scale(value: Any, largest: float) -> float:
+    scale = real_number("softmax_scale", value)
+    if not (math.isfinite(scale) and abs(scale) <= largest):
+        raise ValueError(f"softmax_scale: expected a finite number that the arithmetic can hold, got {scale}")
+    return scale
+
+
 def _order(order: Any) -> str:
     if not isinstance(order, str):
         raise TypeError(f"order: expected a string, got {type(order).__name__}")
@@ -275,6 +288,6 @@ def _order(order: Any) -> str:
 
 
 def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
+    if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name}: expected True or False, got {type(value).__name__}")
-    return value
+    return bool(value)

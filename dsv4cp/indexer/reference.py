@@ -16,17 +16,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import array_api_compat as compat
-import numpy as np
 
-from .._arrays import add_rows, cast
+from .._arrays import add_rows, cast, quiet
 from .contract import ExtractSpec, SlotsSpec, Spec
 
 CHUNK_BYTES = 8 * 2**20  # temporaries of one chunk of queries: small enough for a CPU cache
 ENTRY_BLOCK = 256  # entries of one product; causal blocks that no query of a chunk sees are skipped
 SLOT_BLOCK = 1024
-
-# Hostile values (NaN, inf, overflow in entries nobody sees) are part of the contract, not a reason to warn.
-quiet = np.errstate(invalid="ignore", over="ignore")
 
 
 # ---------------------------------------------------------------- equations

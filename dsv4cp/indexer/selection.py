@@ -11,9 +11,9 @@ from typing import Any
 import array_api_compat as compat
 import numpy as np
 
-from .._arrays import cast
-from .contract import SelectSpec, TopkSpec
-from .reference import Causal, itemsize, quiet, score_rows, steps
+from .._arrays import cast, quiet
+from .contract import LARGEST_POSITION, SelectSpec, TopkSpec
+from .reference import Causal, itemsize, score_rows, steps
 
 SELECT_BYTES = 96 * 2**20  # temporaries of one chunk of rows, score rows included
 BYTES_PER_SCORE = 36  # more than best_of_rows holds at once for each float32 score of its rows (20 measured)
@@ -82,7 +82,8 @@ class Packed:
     def __init__(self, spec: TopkSpec, segments: Any, positions: Any, pooled_segments: Any, pooled_positions: Any):
         self.spec, self.segments, self.pooled_segments = spec, segments, pooled_segments
         xp = spec.xp
-        self.groups = (cast(xp, positions, xp.int64) + 1) // spec.compress_ratio
+        positions = xp.clip(cast(xp, positions, xp.int64), -LARGEST_POSITION, LARGEST_POSITION)
+        self.groups = (positions + 1) // spec.compress_ratio
         self.pooled_positions = cast(xp, pooled_positions, xp.int64)
 
     def mask(self, i0: int, i1: int, j0: int, j1: int) -> Any:

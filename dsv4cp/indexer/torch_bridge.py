@@ -30,16 +30,17 @@ def indexer_scores_torch(
     q [B, S, I, E], pooled_kv [B, P, E], weights [B, S, I] -> float32 [B, S, P] (float64 if any input is);
     differentiable, twice too; the gradient of relu at 0 is 0.
     """
-    choose("indexer_scores_torch", "torch", (q, pooled_kv, weights), allowed=BACKENDS, kernel_missing=None)
     spec = contract.check_scores(q, pooled_kv, weights, 1, softmax_scale)
+    choose("indexer_scores_torch", "torch", (q, pooled_kv, weights), allowed=BACKENDS, kernel_missing=None)
     q, pooled_kv, weights = (cast(xp, x, spec.compute) for x in (q, pooled_kv, weights))
     return reference.dense_scores(xp, q, pooled_kv[:, None, ...], weights, spec.softmax_scale)
 
 
 def extract_indexer_topk_scores_torch(logits: torch.Tensor, topk_indices: torch.Tensor) -> torch.Tensor:
     """logits[..., topk_indices]: [..., P], [..., T] -> [..., T], -inf where an id is outside [0, P)."""
+    spec = contract.check_extract(logits, topk_indices)
     choose("extract_indexer_topk_scores_torch", "torch", (logits, topk_indices), allowed=BACKENDS, kernel_missing=None)
-    return reference.extract(logits, topk_indices, contract.check_extract(logits, topk_indices))
+    return reference.extract(logits, topk_indices, spec)
 
 
 def dsv4_indexer_scores(
@@ -59,6 +60,7 @@ def dsv4_indexer_scores(
     j >= (query_start + i + 1) // compress_ratio. "auto" takes the kernels for CUDA bfloat16 tensors where
     they can run, else "torch". query_total_len: length of the whole sequence, at least query_start + S.
     """
+    contract.check_scores(q, pooled_kv, weights, compress_ratio, softmax_scale, query_start, query_total_len)
     choose(
         "dsv4_indexer_scores",
         backend,
@@ -67,7 +69,6 @@ def dsv4_indexer_scores(
         kernel_missing=kernel_missing(),
         require_bf16=True,
     )
-    contract.check_scores(q, pooled_kv, weights, compress_ratio, softmax_scale, query_start, query_total_len)
     return indexer_scores_torch(q, pooled_kv, weights, softmax_scale)
 
 
@@ -85,6 +86,7 @@ def dsv4_indexer_topk_scores(
 
     Only the named rows of pooled_kv are read and only they get a gradient; a repeated id adds once per slot.
     """
+    spec = contract.check_topk_scores(q, pooled_kv, weights, topk_indices, compress_ratio, softmax_scale)
     choose(
         "dsv4_indexer_topk_scores",
         backend,
@@ -93,7 +95,6 @@ def dsv4_indexer_topk_scores(
         kernel_missing=kernel_missing(),
         require_bf16=True,
     )
-    spec = contract.check_topk_scores(q, pooled_kv, weights, topk_indices, compress_ratio, softmax_scale)
     return _topk_scores_torch(q, pooled_kv, weights, topk_indices, spec)
 
 
@@ -107,8 +108,7 @@ def _topk_scores_torch(
     """The reference with every (row, query) pair as one query, ids counted over all rows' entries."""
     valid = (topk_indices >= 0) & (topk_indices < spec.entries)
     row_starts = torch.arange(spec.batch, device=q.device)[:, None, None] * spec.entries
-    ids = torch.where(valid, topk_indices + row_starts, -1).reshape(-1, spec.slots)
-    valid = valid.reshape(-1, spec.slots)
+    ids, valid = (x.flatten(0, 1) for x in (torch.where(valid, topk_indices + row_starts, -1), valid))
     q, weights = (cast(xp, x, spec.compute).flatten(0, 1) for x in (q, weights))
     pooled_kv = pooled_kv.flatten(0, 1)
     if pooled_kv.shape[0] == 0:  # a row to point at, so that the result still belongs to the autograd graph

@@ -9,7 +9,8 @@ from typing import Any
 from .. import _arrays
 
 FLOAT32_MAX = 3.4028234663852886e38
-KERNEL_M, KERNEL_REPEAT = 16, 2**31 - 1  # what the GPU kernels take
+LARGEST_REPEAT = 2**31 - 1
+KERNEL_M = 16  # what the GPU kernels take
 KNOWN_CALLS = 1024
 _known: dict[tuple[Any, ...], Spec] = {}
 
@@ -50,15 +51,13 @@ def kernels_unfit(spec: Spec) -> str | None:
         return "x: the kernels compute in float32, got float64"
     if spec.m > KERNEL_M:
         return f"x: the kernels take matrices up to {KERNEL_M} x {KERNEL_M}, got {spec.m} x {spec.m}"
-    if spec.repeat > KERNEL_REPEAT:
-        return f"repeat: the kernels count up to {KERNEL_REPEAT}, got {spec.repeat}"
     return None
 
 
 def within_kernels(op: str, backend: str, spec: Spec) -> str:
     """`backend`, or "reference" where "auto" has a call that no kernel takes; RuntimeError where one was asked for."""
     reason = kernels_unfit(spec)
-    if reason is None or backend not in ("auto", "cuda", "numba"):
+    if reason is None or not isinstance(backend, str) or backend not in ("auto", "cuda", "numba"):
         return backend
     if backend == "auto":
         return "reference"
@@ -67,6 +66,8 @@ def within_kernels(op: str, backend: str, spec: Spec) -> str:
 
 def _spec(facts: _arrays.ArrayFacts, x: Any, repeat: Any, eps: Any) -> Spec:
     """The Spec of x with the two numbers; that of an earlier call where everything is the same."""
+    if x is None:
+        raise TypeError("x: expected an array, got NoneType")
     shape = tuple(x.shape)
     if type(repeat) is not int or type(eps) is not float or facts.library not in _arrays.WRAPPED:
         return _checked(facts, x, shape, repeat, eps)
@@ -101,6 +102,6 @@ def _checked(facts: _arrays.ArrayFacts, x: Any, shape: tuple[int, ...], repeat: 
         matrices=math.prod(shape[:-2]),
         dtype=dtype,
         compute=compute,
-        repeat=_arrays.whole_number("repeat", repeat, minimum=1),
+        repeat=_arrays.whole_number("repeat", repeat, minimum=1, maximum=LARGEST_REPEAT),
         eps=number,
     )

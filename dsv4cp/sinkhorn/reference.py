@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .._arrays import cast
+from .._arrays import cast, quiet
 from .contract import Spec
 
 ALONG_ROW, ALONG_COLUMN = 1, 0  # axes of [M, M, N] to sum over: within a row, within a column
@@ -21,11 +21,13 @@ DEVICE_BLOCK = 1 << 24  # elements at once where every operation is a kernel lau
 STATES = 16  # how many times a block all 2*repeat states of the gradient may take together
 
 
+@quiet
 def forward(x: Any, spec: Spec) -> Any:
     """y [..., M, M] in x's dtype."""
     return _in_blocks(lambda block: normalize(block, spec), spec, _block_elements(spec), x)
 
 
+@quiet
 def backward(grad_y: Any, x: Any, spec: Spec) -> Any:
     """grad_x [..., M, M] in x's dtype."""
     elements = min(_block_elements(spec), STATES * _block_elements(spec) // (2 * spec.repeat))
@@ -64,7 +66,8 @@ def softmax(xp: Any, x: Any) -> Any:
 
 def divisions(y: Any, spec: Spec) -> Iterator[tuple[int, Any, Any]]:
     """The 2*repeat - 1 divisions of y, columns first and last: each one's axis, result and divisor."""
-    for axis in [ALONG_COLUMN] + [ALONG_ROW, ALONG_COLUMN] * (spec.repeat - 1):
+    for step in range(2 * spec.repeat - 1):
+        axis = ALONG_COLUMN if step % 2 == 0 else ALONG_ROW
         divisor = total(spec.xp, y, axis) + spec.eps
         y = y / divisor
         yield axis, y, divisor

@@ -18,6 +18,7 @@ from .._arrays import (
     ArrayFacts,
     dtype_name,
     facts,
+    library,
     require_dtype,
     require_shape,
     whole_number,
@@ -192,7 +193,8 @@ def check(
 def check_plan(topk_idxs: Any, kv_sequence: Any, layout: Any, all_rows_nonempty: Any = False) -> PlanSpec:
     """The PlanSpec of a plan of one of LAYOUTS."""
     shared = facts(topk_idxs=topk_idxs)
-    if layout not in LAYOUTS:
+    require_dtype("topk_idxs", topk_idxs, INTEGERS)
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"backend: expected one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
     if not isinstance(all_rows_nonempty, (bool, np.bool_)):
         raise TypeError(f"all_rows_nonempty: expected a bool, got {type(all_rows_nonempty).__name__}")
@@ -272,6 +274,8 @@ def _result_dtype(dtype: Any, keys: int) -> str:
     """The name int32 or int64 from None, a name, or any library's dtype object."""
     if dtype is None:
         return "int64"
+    if library(dtype) is not None:
+        raise TypeError(f"dtype: expected int32 or int64 as a name or a dtype, got {type(dtype).__name__}")
     name = np.dtype(dtype).name if isinstance(dtype, type) and issubclass(dtype, np.generic) else dtype_name(dtype)
     if name not in ID_DTYPES:
         raise TypeError(f"dtype: expected int32 or int64, got {name}")

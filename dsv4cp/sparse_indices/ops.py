@@ -170,11 +170,11 @@ def plan_dsv4_sparse_indices(
     kernels read.
     """
     layout = backend
-    if backend == "auto" and (lib := library(topk_idxs)) is not None:
+    if isinstance(backend, str) and backend == "auto" and (lib := library(topk_idxs)) is not None:
         layout = pick("plan_dsv4_sparse_indices", "auto", lib, offered=ATTENTION_OFFERED)
     spec = contract.check_plan(topk_idxs, kv_sequence, layout, all_rows_nonempty)
     impl: Any
-    match pick("plan_dsv4_sparse_indices", index_backend, spec.library, offered=OFFERED):
+    match pick("plan_dsv4_sparse_indices", index_backend, spec.library, offered=OFFERED, argument="index_backend"):
         case "numba":
             from . import numba_cuda as impl
         case _:

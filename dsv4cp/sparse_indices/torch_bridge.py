@@ -95,7 +95,7 @@ def plan_dsv4_sparse_indices(
     allowed = (*LAYOUTS, "auto")
     name = choose(
         "plan_dsv4_sparse_indices",
-        backend if backend not in LAYOUTS else "torch",  # a layout needs no kernel
+        "torch" if isinstance(backend, str) and backend in LAYOUTS else backend,  # a layout needs no kernel
         (topk_idxs,),
         allowed=allowed,
         kernel_missing=attention_kernel_missing(),
@@ -113,5 +113,5 @@ def _by_kernels(device: torch.device) -> bool:
 
 
 def _moved(x: Any, like: torch.Tensor) -> Any:
-    """x on like's device, without its autograd history; anything but a tensor is left for the contract to refuse."""
-    return x.detach().to(like.device) if library(x) == "torch" else x
+    """x on like's device, without its autograd history; what is no tensor with memory is left for the contract."""
+    return x.detach().to(like.device) if library(x) == "torch" and not x.is_meta else x
