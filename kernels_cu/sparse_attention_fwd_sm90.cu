@@ -229,35 +229,29 @@ DEVICE void start_scores(float (&s)[SLOTS / 2], const u32 (&q)[16][4], u32 share
 }
 
 struct Rows {
-    float m0, m1, l0, l1;  // running maximum of scale * s and sum of p, of rows g and g + 8 of this thread
+    float m0, m1, l0, l1;  // running maximum of scale s and sum of p, of rows g and g + 8 of this thread
 };
 
 // p = 2^(scale s - m) of one block, packed as the A operand of the value product. a0, a1: what earlier sums are
 // multiplied with. Slots from `count` on do not exist.
 DEVICE void softmax(float scale, float (&s)[SLOTS / 2], Rows& w, u32 (&packed)[SLOTS / 4], float& a0, float& a1, int count, int lane) {
+    // Rounded before the maximum is subtracted: a fused product would leave its own rounding error, which for scores of
+    // 1e9 is no longer small against 1.
+#pragma unroll
+    for (int i = 0; i < SLOTS / 2; i++) s[i] = __fmul_rn(s[i], scale);
     if (count < SLOTS) {
-        const float none = scale < 0.f ? INFINITE : -INFINITE;
 #pragma unroll
         for (int j = 0; j < SLOTS / 8; j++)
 #pragma unroll
             for (int e = 0; e < 2; e++)
-                if (j * 8 + (lane & 3) * 2 + e >= count) s[j * 4 + e] = s[j * 4 + 2 + e] = none;
+                if (j * 8 + (lane & 3) * 2 + e >= count) s[j * 4 + e] = s[j * 4 + 2 + e] = -INFINITE;
     }
     float x0 = s[0], x1 = s[2];
-    if (scale >= 0.f) {
 #pragma unroll
-        for (int j = 0; j < SLOTS / 8; j++) {
-            x0 = fmaxf(x0, fmaxf(s[j * 4], s[j * 4 + 1]));
-            x1 = fmaxf(x1, fmaxf(s[j * 4 + 2], s[j * 4 + 3]));
-        }
-    } else {
-#pragma unroll
-        for (int j = 0; j < SLOTS / 8; j++) {
-            x0 = fminf(x0, fminf(s[j * 4], s[j * 4 + 1]));
-            x1 = fminf(x1, fminf(s[j * 4 + 2], s[j * 4 + 3]));
-        }
+    for (int j = 0; j < SLOTS / 8; j++) {
+        x0 = fmaxf(x0, fmaxf(s[j * 4], s[j * 4 + 1]));
+        x1 = fmaxf(x1, fmaxf(s[j * 4 + 2], s[j * 4 + 3]));
     }
-    x0 *= scale, x1 *= scale;
 #pragma unroll
     for (int step = 1; step < 4; step *= 2) {
         x0 = fmaxf(x0, __shfl_xor_sync(FULL_WARP, x0, step));
@@ -271,8 +265,8 @@ DEVICE void softmax(float scale, float (&s)[SLOTS / 2], Rows& w, u32 (&packed)[S
     w.l0 *= a0, w.l1 *= a1;
 #pragma unroll
     for (int j = 0; j < SLOTS / 8; j++) {
-        const float p00 = exp2_fast(fmaf(s[j * 4], scale, -b0)), p01 = exp2_fast(fmaf(s[j * 4 + 1], scale, -b0));
-        const float p10 = exp2_fast(fmaf(s[j * 4 + 2], scale, -b1)), p11 = exp2_fast(fmaf(s[j * 4 + 3], scale, -b1));
+        const float p00 = exp2_fast(s[j * 4] - b0), p01 = exp2_fast(s[j * 4 + 1] - b0);
+        const float p10 = exp2_fast(s[j * 4 + 2] - b1), p11 = exp2_fast(s[j * 4 + 3] - b1);
         w.l0 += p00 + p01, w.l1 += p10 + p11;
         packed[j * 2] = Element::pack2(p00, p01);
         packed[j * 2 + 1] = Element::pack2(p10, p11);
@@ -447,7 +441,7 @@ DEVICE void value_warpgroup(const Call& p, u32 shared, u32 bars, int half, int t
 // ---- Kernel --------------------------------------------------------------------------------------------
 
 // q_map: q as [B][S][H][512], boxes of 64 heads by 64 columns, 128-byte swizzled. Strides in elements; the last is 1.
-// scale: log2(e) times the caller's, not 0. lse: null where it is not wanted.
+// scale: log2(e) times the caller's. lse: null where it is not wanted.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_attention_fwd_sm90(
     const __grid_constant__ TensorMap q_map, const element* q, const element* kv, const float* sinks, const int* ids, element* out,
     float* lse, i64 q_stride_b, i64 q_stride_s, i64 q_stride_h, i64 kv_stride_b, i64 kv_stride_k, int batch, int queries, int heads,

@@ -47,20 +47,15 @@ def launch(arguments: dict[str, Any], spec: Spec, dtype: str, device: int, strea
     if q_map is None:
         return False
     items = spec.batch * spec.queries * -(-spec.heads // HEADS)
-    scale = arguments["scale"]
     _kernels.launch(
         _kernel(dtype),
         grid=min(items, _multiprocessors(device)),
         block=THREADS,
         shared_bytes=SHARED_BYTES,
         stream=stream,
-        **{
-            **arguments,
-            "q_map": q_map,
-            "batch": np.int32(spec.batch),
-            # With scale 0 a masked score would be 0 times infinity; with this one every p is 1 all the same.
-            "scale": scale if scale != 0 else np.float32(1e-37),
-        },
+        q_map=q_map,
+        batch=np.int32(spec.batch),
+        **arguments,
     )
     return True
 
