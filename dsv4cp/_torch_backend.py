@@ -10,6 +10,7 @@ can run and the reference elsewhere.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -61,12 +62,26 @@ def _unfit(tensors: tuple[Any, ...], require_bf16: bool) -> str | None:
     return None
 
 
+def without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """A block whose products keep their dtype: autocast would compute and return float32 scores in bfloat16."""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
+
+
 class _RowMajorGradient(torch.autograd.Function):
     """The identity, whose gradient is copied to row-major order if it has another."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:
+    def forward(y: torch.Tensor) -> torch.Tensor:
         return y.detach()  # not a view in autograd's eyes, so that the result may be changed in place
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        """Nothing to keep; torch.func's transforms ask for it."""
 
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> torch.Tensor:

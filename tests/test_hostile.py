@@ -73,8 +73,9 @@ VALUES = [
     None, object(), [1, 2], [], (), {}, "abc", "2", "", b"ab", True, np.True_, 10**30, -(10**30), 2**63, -1, 0, 1.5,
     np.nan, np.inf, -np.inf, 1e308, 1j, np.complex64(1), np.str_("2"), np.datetime64("2020"), np.zeros(0), np.ones(1),
     np.array(True), np.array(None), np.array("a"), np.array([0.5]), np.zeros((2, 2), np.complex64), int, ...,
-    np.zeros((B, S, T), object), np.zeros((B, S, T), [("a", "f4")]), np.zeros(3, ml_dtypes.int4), np.ma.zeros((3, 4, 4)),
-    array_api_strict.zeros((3, 4, 4)), array_api_strict.asarray(2), np.zeros((0, 0)), np.dtype("f4"),
+    np.zeros((B, S, T), object), np.zeros((B, S, T), [("a", "f4")]), np.zeros(3, ml_dtypes.int4),
+    np.ma.zeros((3, 4, 4)), array_api_strict.zeros((3, 4, 4)), array_api_strict.asarray(2), np.zeros((0, 0)),
+    np.dtype("f4"),
 ]  # fmt: skip
 OPEN = {  # sparse attention: overflow of a huge scale warns, an array as backward_impl is not refused by name
     ("dsv4_sparse_attention", "sm_scale"),

@@ -180,3 +180,18 @@ def test_no_slot_at_all():
     got.sum().backward()
     for t in x:
         check_equal(t.grad, torch.zeros_like(t))
+
+
+def test_autocast_changes_nothing():
+    """float32 scores stay float32, and are computed in it, inside torch.autocast."""
+    x, indices = tensors(3, entries=5), torch.from_numpy(ids(3, entries=5))
+
+    def run():
+        scores = dsv4_indexer_scores(*x, **AT, backend="auto")
+        return scores, dsv4_indexer_topk_scores(*x, indices, **AT, backend="auto")
+
+    want = run()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = run()
+    for a, b in zip(got, want, strict=True):
+        check_equal(a, b)

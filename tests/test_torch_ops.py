@@ -332,3 +332,21 @@ def test_tensors_without_plain_memory_are_refused(name, arguments):
         for other in others + ([x.to_mkldnn()] if x.is_floating_point() else []):
             with pytest.raises(TypeError, match=rf"^{argument}: expected a dense \(strided\) tensor, got a"):
                 getattr(torch_ops, name)(**arguments | {argument: other})
+
+
+@pytest.mark.parametrize("name", ["sparse_attention_torch", "dense_attention_topk_torch"])
+def test_attention_under_torch_func(name):
+    """grad and vmap of torch.func see the same function as autograd (jvp would keep torch.compile out)."""
+    g = torch.Generator().manual_seed(0)
+    q, kv, sinks = (torch.randn(*shape, generator=g, dtype=torch.float64) for shape in ((1, 3, 2, 4), (1, 5, 4), (2,)))
+    ids = torch.tensor([[[0, -1, 4], [2, 2, 9], [-1, -1, -1]]])
+
+    def total(q, kv, sinks):
+        return getattr(torch_ops, name)(q, kv, sinks, ids, 0.5).square().sum()
+
+    leaves = [x.clone().requires_grad_() for x in (q, kv, sinks)]
+    want = torch.autograd.grad(total(*leaves), leaves)
+    for a, b in zip(torch.func.grad(total, argnums=(0, 1, 2))(q, kv, sinks), want, strict=True):
+        torch.testing.assert_close(a, b)
+    both = torch.vmap(total, in_dims=(0, None, None))(torch.stack([q, 2 * q]), kv, sinks)
+    torch.testing.assert_close(both, torch.stack([total(q, kv, sinks), total(2 * q, kv, sinks)]))

@@ -9,7 +9,7 @@ import array_api_compat.torch as xp
 import torch
 
 from .._arrays import cast
-from .._torch_backend import choose
+from .._torch_backend import choose, without_autocast
 from . import contract, reference
 
 Dsv4IndexerBackend = Literal["torch", "tilelang", "auto"]
@@ -33,7 +33,8 @@ def indexer_scores_torch(
     spec = contract.check_scores(q, pooled_kv, weights, 1, softmax_scale)
     choose("indexer_scores_torch", "torch", (q, pooled_kv, weights), allowed=BACKENDS, kernel_missing=None)
     q, pooled_kv, weights = (cast(xp, x, spec.compute) for x in (q, pooled_kv, weights))
-    return reference.dense_scores(xp, q, pooled_kv[:, None, ...], weights, spec.softmax_scale)
+    with without_autocast(q):
+        return reference.dense_scores(xp, q, pooled_kv[:, None, ...], weights, spec.softmax_scale)
 
 
 def extract_indexer_topk_scores_torch(logits: torch.Tensor, topk_indices: torch.Tensor) -> torch.Tensor:
@@ -114,5 +115,6 @@ def _topk_scores_torch(
     if pooled_kv.shape[0] == 0:  # a row to point at, so that the result still belongs to the autograd graph
         pooled_kv = torch.cat([pooled_kv, pooled_kv.new_zeros(1, spec.index_dim)])
     rows = reference.select_rows(xp, pooled_kv, ids, valid, spec.compute)
-    scores = reference.selected_scores(xp, q, rows, valid, weights, spec.softmax_scale)
+    with without_autocast(q):
+        scores = reference.selected_scores(xp, q, rows, valid, weights, spec.softmax_scale)
     return scores.reshape(topk_indices.shape)
