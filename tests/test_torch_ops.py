@@ -314,6 +314,7 @@ def test_gradients_have_the_inputs_dtype(op, dtype):
     "name, arguments",
     [
         ("sinkhorn_normalize_torch", {"x": torch.zeros(2, 4, 4), "repeat": 2, "eps": 0.0}),
+        ("dsv4_sinkhorn_normalize", {"x": torch.zeros(2, 4, 4), "repeat": 2, "eps": 0.0, "backend": "auto"}),
         ("indexer_scores_torch", {
             "q": torch.zeros(1, 2, 1, 4), "pooled_kv": torch.zeros(1, 3, 4), "weights": torch.zeros(1, 2, 1),
             "softmax_scale": 1.0,
@@ -350,3 +351,8 @@ def test_attention_under_torch_func(name):
         torch.testing.assert_close(a, b)
     both = torch.vmap(total, in_dims=(0, None, None))(torch.stack([q, 2 * q]), kv, sinks)
     torch.testing.assert_close(both, torch.stack([total(q, kv, sinks), total(2 * q, kv, sinks)]))
+
+
+def test_the_sinkhorn_reference_takes_tensors_only():
+    with pytest.raises(TypeError, match="expected torch tensors, got ndarray"):
+        torch_ops.sinkhorn_normalize_torch(np.zeros((4, 4)), 2, 0.0)

@@ -30,6 +30,7 @@ def sinkhorn_normalize_torch(x: torch.Tensor, repeat: int, eps: float) -> torch.
 
     float32 inside (float64 for float64), result in x's dtype, differentiable any number of times.
     """
+    choose("sinkhorn_normalize_torch", "torch", (x,), allowed=("torch",), kernel_missing=None)
     return reference.forward_whole(x, contract.check(x, repeat, eps))
 
 
@@ -63,10 +64,10 @@ _known: dict[tuple[Any, ...], contract.Spec] = {}
 
 def _spec(x: torch.Tensor, repeat: Any, eps: Any) -> contract.Spec:
     """contract.check, remembered by everything it looks at: checking anew would take as long as a launch."""
-    plain = type(x) is torch.Tensor and type(repeat) is int and type(eps) is float
+    plain = type(x) is torch.Tensor and not x.is_nested and type(repeat) is int and type(eps) is float
     if not plain or torch.compiler.is_compiling():
         return contract.check(x, repeat, eps)
-    key = (x.shape, x.dtype, x.device, repeat, eps)
+    key = (x.shape, x.dtype, x.layout, x.device, repeat, eps)
     spec = _known.get(key)
     if spec is None:
         spec = contract.check(x, repeat, eps)
