@@ -85,7 +85,7 @@ def selection(demo: Demo) -> None:
         "pooled_segment_ids": xp.asarray(packed.pooled_segments)[None],
         "pooled_positions": xp.asarray(packed.pooled_positions)[None],
     }
-    ratio = {"compress_ratio": layer.RATIO}
+    ratio: dict[str, Any] = {"compress_ratio": layer.RATIO}
     visible = checks.visible_entries(packed, layer.RATIO)
     demo.chosen = demo.stage(
         f"indexer top-{demo.sizes.topk}",
