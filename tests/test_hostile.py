@@ -77,18 +77,7 @@ VALUES = [
     np.ma.zeros((3, 4, 4)), array_api_strict.zeros((3, 4, 4)), array_api_strict.asarray(2), np.zeros((0, 0)),
     np.dtype("f4"),
 ]  # fmt: skip
-OPEN = {  # sparse attention: overflow of a huge scale warns, an array as backward_impl is not refused by name
-    ("dsv4_sparse_attention", "sm_scale"),
-    ("dsv4_sparse_attention_grad", "sm_scale"),
-    ("dsv4_sparse_attention_grad", "backward_impl"),
-    ("dense_attention_topk", "topk_idxs"),
-    ("dense_attention_topk", "sm_scale"),
-}
-ARGUMENTS = [
-    pytest.param(name, argument, marks=pytest.mark.xfail(strict=False) if (name, argument) in OPEN else ())
-    for name, call in CALLS.items()
-    for argument in call
-]
+ARGUMENTS = [(name, argument) for name, call in CALLS.items() for argument in call]
 
 
 def altered(x: np.ndarray) -> list:

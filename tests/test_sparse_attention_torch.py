@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from dsv4cp import SparseIndexPlan, torch_ops
 from dsv4cp.sparse_attention import reference_chunks
 from dsv4cp.sparse_attention.torch_bridge import (
     dense_attention_topk_torch,
@@ -157,3 +158,45 @@ def test_no_query_at_all_keeps_the_graph():
             out = function(*args, ids, SCALE)
             for x, grad in zip(args, torch.autograd.grad(out.sum(), args), strict=True):
                 assert grad.shape == x.shape and (grad == 0).all()
+
+
+def test_autocast_changes_no_dtype_and_no_number():
+    q, kv, sinks = torch.randn(1, 6, 2, 8), torch.randn(1, 9, 8), torch.randn(2)
+    ids = torch.randint(-1, 9, (1, 6, 5))
+    want = torch_ops.dsv4_sparse_attention(q, kv, sinks, ids, 0.5, backend="torch", return_lse=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = torch_ops.dsv4_sparse_attention(q, kv, sinks, ids, 0.5, backend="torch", return_lse=True)
+        leaf = q.clone().requires_grad_()
+        out = torch_ops.dsv4_sparse_attention(leaf, kv, sinks, ids, 0.5, backend="torch")
+    out.square().sum().backward()  # outside, as torch asks for
+    for g, w in zip(got, want, strict=True):
+        check_equal(g, w)
+    plain = q.clone().requires_grad_()
+    torch_ops.dsv4_sparse_attention(plain, kv, sinks, ids, 0.5, backend="torch").square().sum().backward()
+    check_equal(leaf.grad, plain.grad)
+
+
+def test_cudnn_is_refused_until_it_is_there(monkeypatch):
+    import dsv4cp._torch_backend as backends
+
+    monkeypatch.setattr(backends, "missing", lambda backend: None)
+    monkeypatch.setattr(backends, "_unfit", lambda tensors, require_bf16: None)
+    x = torch.zeros(1, 1, 1, 4)
+    with pytest.raises(RuntimeError, match="cudnn"):
+        torch_ops.dsv4_sparse_attention(x, x[0], torch.zeros(1), torch.zeros(1, 1, 1, dtype=int), 1.0, backend="cudnn")
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        SparseIndexPlan("torch", None, None, None, 9),
+        SparseIndexPlan("torch", torch.tensor(3), None, None, 9),
+        SparseIndexPlan(torch.zeros(2), torch.zeros(1, 6, 5, dtype=torch.int32), None, None, 9),
+        SparseIndexPlan("torch", torch.zeros(1, 6, 5, dtype=torch.int32), None, None, torch.zeros(2)),
+    ],
+)
+def test_hand_made_plans_are_refused_by_name(plan):
+    with pytest.raises((TypeError, ValueError), match=r"^plan"):
+        torch_ops.dsv4_sparse_attention(
+            torch.zeros(1, 6, 2, 8), torch.zeros(1, 9, 8), torch.zeros(2), None, 1.0, backend="torch", plan=plan
+        )

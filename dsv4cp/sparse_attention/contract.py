@@ -11,6 +11,7 @@ import numpy as np
 from .._arrays import FLOATS, ID_DTYPES, dtype_name, facts, real_number, require_dtype, require_shape, whole_number
 
 BACKWARD_IMPLS = ("atomic", "deterministic")
+FLOAT32_MAX = 3.4028234663852886e38
 KERNEL_DTYPES, KERNEL_DIMS = ("bfloat16", "float16"), (64, 128, 256, 512)  # what the CUDA kernels take
 
 
@@ -30,15 +31,17 @@ class Spec:
     scale: float
 
 
-def check(q: Any, kv: Any, sinks: Any, topk_idxs: Any, sm_scale: Any, *, plan: Any = None, **flags: Any) -> Spec:
-    """The Spec of a forward call. `flags` are the boolean arguments by name.
+def check(
+    q: Any, kv: Any, sinks: Any, topk_idxs: Any, sm_scale: Any, *, plan: Any = None, plans: bool = True, **flags: Any
+) -> Spec:
+    """The Spec of a forward call. `flags` are the boolean arguments by name; plans=False: the function takes no plan.
 
     q [B, S, H, D], kv [B, K, D], sinks [H] in any float dtype each; topk_idxs [B, S, T] int32 or int64,
     None only when a plan is given.
     """
-    indices: Any = None if plan is None else _plan_field(plan, "indices")
+    indices: Any = None if plan is None else _plan_indices(plan)
     if topk_idxs is None and plan is None:
-        raise TypeError("topk_idxs: expected an array of ids (it may be None only when a plan is given)")
+        raise TypeError("topk_idxs: expected an array of ids, got None" + (" and no plan" if plans else ""))
     for name, x in (("q", q), ("kv", kv), ("sinks", sinks)):
         if x is None:
             raise TypeError(f"{name}: expected an array, got NoneType")
@@ -49,7 +52,7 @@ def check(q: Any, kv: Any, sinks: Any, topk_idxs: Any, sm_scale: Any, *, plan: A
     for name, x in (("q", q), ("kv", kv), ("sinks", sinks)):
         require_dtype(name, x, FLOATS)
     if topk_idxs is None:
-        slots = int(indices.shape[-1])
+        slots = require_shape("plan.indices", indices, "B S T", B=batch, S=queries)[2]
     else:
         slots = require_shape("topk_idxs", topk_idxs, "B S T", B=batch, S=queries)[2]
         require_dtype("topk_idxs", topk_idxs, ID_DTYPES)
@@ -57,8 +60,9 @@ def check(q: Any, kv: Any, sinks: Any, topk_idxs: Any, sm_scale: Any, *, plan: A
         if not isinstance(flag, (bool, np.bool_)):
             raise TypeError(f"{name}: expected True or False, got {type(flag).__name__}")
     scale = real_number("sm_scale", sm_scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"sm_scale: expected a finite number, got {scale}")
+    largest = math.inf if "float64" in (dtype_name(q), dtype_name(kv)) else FLOAT32_MAX  # of the arithmetic
+    if not (math.isfinite(scale) and abs(scale) <= largest):
+        raise ValueError(f"sm_scale: expected a finite number that the arithmetic can hold, got {scale}")
     return Spec(home.library, home.xp, home.device, batch, queries, keys, heads, dim, slots, scale)
 
 
@@ -95,6 +99,8 @@ def check_grad(
 
 def check_backward(backward_impl: Any, backward_workspace_bytes: Any) -> int:
     """The cap in bytes, once the name of the implementation and the cap are in range."""
+    if not isinstance(backward_impl, str):
+        raise TypeError(f"backward_impl: expected a string, got {type(backward_impl).__name__}")
     if backward_impl not in BACKWARD_IMPLS:
         raise ValueError(f"backward_impl: expected 'atomic' or 'deterministic', got {backward_impl!r}")
     return whole_number("backward_workspace_bytes", backward_workspace_bytes, minimum=1)
@@ -158,14 +164,23 @@ def plan_ids(plan: Any, topk_idxs: Any, names: tuple[str, ...], spec: Spec) -> A
     if plan is None:
         return topk_idxs
     backend, kv_sequence = _plan_field(plan, "backend"), _plan_field(plan, "kv_sequence")
+    if not isinstance(backend, str):
+        raise TypeError(f"plan: expected a SparseIndexPlan, got one whose backend is a {type(backend).__name__}")
     if backend not in names:
         raise ValueError(f"plan: expected a plan for backend {' or '.join(map(repr, names))}, got one for {backend!r}")
-    if kv_sequence != spec.keys:
+    if whole_number("plan.kv_sequence", kv_sequence) != spec.keys:
         raise ValueError(f"plan: expected kv_sequence {spec.keys} like kv, got {kv_sequence}")
     ids = _plan_field(plan, "indices")
     require_shape("plan.indices", ids, "B S T", B=spec.batch, S=spec.queries, T=spec.slots)
     require_dtype("plan.indices", ids, ID_DTYPES)
     return ids
+
+
+def _plan_indices(plan: Any) -> Any:
+    indices = _plan_field(plan, "indices")
+    if indices is None:
+        raise TypeError("plan: expected a SparseIndexPlan with indices, got one whose indices are None")
+    return indices
 
 
 def _plan_field(plan: Any, name: str) -> Any:

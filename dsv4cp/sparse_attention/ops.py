@@ -41,7 +41,7 @@ def dsv4_sparse_attention(
         topk_idxs: [B, S, T] int32 or int64, ids into kv's rows of the same batch row. A slot outside
             [0, K) is masked, whatever it holds (-1 by convention), anywhere in the row. A repeated id
             counts once per slot. May be None when a plan is given; the plan's ids are used then.
-        sm_scale: finite real number on the host.
+        sm_scale: finite real number on the host, within float32 unless q or kv is float64.
         backend: "auto" takes "cuda" for CuPy arrays q and kv both in bfloat16 or both in float16 with D 64, 128, 256
             or 512, "reference" for all others. "cuda" by name takes nothing else.
         reference_rounding: the arithmetic of DeepSeek's inference code, in which the running maximum starts
@@ -165,7 +165,7 @@ def dense_attention_topk(q: Any, kv: Any, sinks: Any, topk_idxs: Any, sm_scale: 
 
     Source: the same definition, summed over keys instead of slots.
     """
-    spec = contract.check(q, kv, sinks, topk_idxs, sm_scale)
+    spec = contract.check(q, kv, sinks, topk_idxs, sm_scale, plans=False)
     pick("dense_attention_topk", "reference", spec.library, offered=DENSE_OFFERED)
     from . import reference as impl
 

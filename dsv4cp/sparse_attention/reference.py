@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._arrays import add_rows, cast, compute_dtype, dtype_name
+from .._arrays import add_rows, cast, compute_dtype, dtype_name, quiet
 from . import contract
 from .contract import Spec
 from .reference_chunks import Scratch, at_least_one_row, product, query_chunks, row_chunks, row_major, workspace
@@ -104,6 +104,7 @@ def attend_dense(xp: Any, q: Any, kv: Any, counts: Any, sinks: Any, scale: float
 # --- The same over chunks of queries -------------------------------------------------------------------
 
 
+@quiet
 def forward(
     q: Any, kv: Any, sinks: Any, ids: Any, spec: Spec, reference_rounding: bool = False, step: int | None = None
 ) -> tuple[Any, Any]:
@@ -131,6 +132,7 @@ def attend_chunk(
     return attend(xp, q, rows, valid, sinks, spec.scale, p_dtype, floor)
 
 
+@quiet
 def backward(
     grad_out: Any, q: Any, kv: Any, sinks: Any, ids: Any, out: Any, lse: Any, spec: Spec, cap: int,
     step: int | None = None,
@@ -170,6 +172,7 @@ def carry_sum(xp: Any, total: Any, parts: Any) -> Any:
     return xp.cumulative_sum(terms, axis=0)[-1, :]
 
 
+@quiet
 def dense(q: Any, kv: Any, sinks: Any, ids: Any, spec: Spec) -> Any:
     """out of the dense oracle, [B, S, H, D]."""
     xp = spec.xp

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import _bridge
 from .._arrays import compute_dtype, library
-from .._torch_backend import choose, with_row_major_gradient
+from .._torch_backend import choose, with_row_major_gradient, without_autocast
 from . import contract, ops, reference, torch_bridge_kernels
 from .contract import Spec
 from .reference_chunks import Scratch, query_chunks
@@ -39,8 +39,8 @@ def sparse_attention_torch(
     dsv4cp.dsv4_sparse_attention. Differentiable any number of times; long inputs are recomputed in chunks
     during the backward pass, so that memory beyond inputs, outputs and gradients stays bounded.
     """
+    spec = contract.check(q, kv, sinks, topk_idxs, sm_scale, plans=False)
     _only_torch("sparse_attention_torch", q, kv)
-    spec = contract.check(q, kv, sinks, topk_idxs, sm_scale)
     return _attend(q, kv, sinks, topk_idxs, spec)[0]
 
 
@@ -48,8 +48,8 @@ def dense_attention_topk_torch(
     q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor, topk_idxs: torch.Tensor, sm_scale: float
 ) -> torch.Tensor:
     """The oracle: scores of every query with every key, weighted by how often the key is selected. O(S K)."""
+    spec = contract.check(q, kv, sinks, topk_idxs, sm_scale, plans=False)
     _only_torch("dense_attention_topk_torch", q, kv)
-    spec = contract.check(q, kv, sinks, topk_idxs, sm_scale)
     dtype = compute_dtype(spec.xp, q, kv)
 
     def part(q: Any, kv: Any, sinks: Any, ids: Any) -> tuple[Any]:
@@ -89,6 +89,7 @@ def dsv4_sparse_attention(
     "tilelang" with a gradient wanted and backward_impl "deterministic".
     """
     flags = {"reference_rounding": reference_rounding, "all_rows_nonempty": all_rows_nonempty, "return_lse": return_lse}
+    spec = contract.check(q, kv, sinks, topk_idxs, sm_scale, plan=plan, **flags)
     picked = choose(
         "dsv4_sparse_attention",
         backend,
@@ -99,7 +100,6 @@ def dsv4_sparse_attention(
     )
     if picked == "cudnn":
         raise RuntimeError("dsv4_sparse_attention: backend 'cudnn' is not there in this version of dsv4cp")
-    spec = contract.check(q, kv, sinks, topk_idxs, sm_scale, plan=plan, **flags)
     cap = contract.check_backward(backward_impl, backward_workspace_bytes)
     ids = contract.plan_ids(plan, topk_idxs, _plans(picked, backend, q), spec)
     if picked == "tilelang":
@@ -156,9 +156,10 @@ def _over_chunks(
         else:
             b, first, last = chunk
             args = q[b, first:last], kv[b], sinks, ids[b, first:last]
-        if again:
-            parts.append(checkpoint(part, *args, use_reentrant=False, preserve_rng_state=False))
-        else:
-            parts.append(part(*args))
+        with without_autocast(q):
+            if again:
+                parts.append(checkpoint(part, *args, use_reentrant=False, preserve_rng_state=False))
+            else:
+                parts.append(part(*args))
     whole = (torch.cat(p).reshape(spec.batch, spec.queries, *p[0].shape[1:]) for p in zip(*parts, strict=True))
     return tuple(map(with_row_major_gradient, whole))
