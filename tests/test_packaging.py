@@ -132,6 +132,17 @@ def test_an_installed_wheel_finds_its_own_cuda_files(site, source, tmp_path):
     assert names == cuda_files(source)
 
 
+def test_an_installed_wheel_runs_the_demo(site, tmp_path):
+    script = tmp_path / "run_demo.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(site)!r})\nimport dsv4cp.__main__ as m\nprint(m.__file__)\n"
+        "sys.exit(m.main(['demo', '--tokens', '100', '--backend', 'reference', '--plot', 'map.png']))\n"
+    )
+    shown = run(sys.executable, script, cwd=tmp_path)
+    assert shown.startswith(str(site)) and "agree with their float64 definitions" in shown
+    assert (tmp_path / "map.png").stat().st_size > 0
+
+
 def test_a_bare_checkout_finds_its_own_cuda_files(source):
     package, folder, names = found(source)
     assert (package, folder) == (source / "dsv4cp", source / "kernels_cu")
