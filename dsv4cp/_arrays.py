@@ -199,9 +199,9 @@ def add_rows(xp: Any, total: Any, ids: Any, values: Any) -> Any:
     ids = xp.where(valid, ids, 0)
     values = xp.where(valid[:, None], values, 0.0)
     if compat.is_cupy_array(total):
-        import cupyx
+        import cupy
 
-        cupyx.scatter_add(total, ids, values)
+        cupy.add.at(total, ids, values)
         return total
     if compat.is_torch_array(total):
         return total.index_add(0, ids, values)

@@ -71,8 +71,7 @@ def scatter(cupy: Any, count: int) -> tuple[str, Callable[[], Any]]:
         from .. import _numba
         from .bench_scatter import add_rows
     except Exception:  # numba-cuda raises various errors where it does not fit the installed NumPy
-        import cupyx
 
         values = cupy.ones((1, WIDTH), cupy.float32)
-        return "CuPy scatter_add", lambda: cupyx.scatter_add(table, ids, values)
+        return "CuPy add.at", lambda: cupy.add.at(table, ids, values)
     return "atomicAdd (Numba)", lambda: _numba.launch(add_rows, (min(count, 1 << 14),), (128,), ids, table)

@@ -85,12 +85,23 @@ def sinkhorn_backward(tiny: bool, *, matrices: int, launch_bound: bool = False) 
 
 
 def selection(queries: int, entries: int, topk: int) -> Any:
-    """int64 [1, S, k] as an indexer makes it: ascending entries, -1 where too few are finished."""
+    """int64 [1, S, k] as an indexer makes it: ascending ids of finished entries, -1 where fewer than k are finished.
+
+    Entries at random where their scores fit in memory, else a run of neighbours at a random place.
+    """
     import cupy
 
-    first = cupy.random.randint(0, entries - topk + 1, (1, queries, 1))
-    chosen = first.astype(cupy.int64) + cupy.arange(topk)
-    return cupy.where(chosen < (cupy.arange(queries)[:, None] + 1) // RATIO, chosen, -1)
+    finished = (cupy.arange(queries) + 1)[:, None] // RATIO
+    if queries * entries <= 2**26:
+        scores = cupy.random.random((queries, entries), dtype=cupy.float32)
+        scores[cupy.arange(entries) >= finished] = -1
+        chosen = cupy.argsort(-scores, axis=-1)[:, :topk]
+        chosen = cupy.where(cupy.take_along_axis(scores, chosen, axis=-1) >= 0, chosen, entries)
+        chosen.sort(axis=-1)
+        return cupy.where(chosen < entries, chosen, -1)[None].astype(cupy.int64)
+    first = (cupy.random.random((queries, 1)) * (cupy.maximum(finished - topk, 0) + 1)).astype(cupy.int64)
+    chosen = first + cupy.arange(topk)
+    return cupy.where(chosen < finished, chosen, -1)[None]
 
 
 def build_given(tiny: bool) -> Case:
