@@ -11,8 +11,7 @@ import operator
 import sys
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import array_api_compat as compat
 import numpy as np
@@ -20,14 +19,14 @@ import numpy as np
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 ID_DTYPES = ("int32", "int64")
+NOT_PLAIN = (np.matrix, np.ma.MaskedArray)  # subclasses whose meaning arithmetic on plain arrays would lose
 WRAPPED = ("numpy", "cupy", "torch")  # libraries whose namespaces array_api_compat completes
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class ArrayFacts:
+class ArrayFacts(NamedTuple):
     """What the arrays of one call have in common."""
 
     library: str  # "numpy", "cupy", "torch", or the array-API library's module name
@@ -72,37 +71,35 @@ def facts(**arrays: Any) -> ArrayFacts:
     Raises TypeError for a non-array, an array subclass that would lose its meaning (np.matrix, masked
     arrays) or a mix of libraries, ValueError for a mix of devices.
     """
-    given = {name: x for name, x in arrays.items() if x is not None}
-    if not given:
+    lib = first = device = None
+    for name, x in arrays.items():  # one pass: every call of the package comes through here
+        if x is None:
+            continue
+        kind = library(x)
+        if kind is None:
+            raise TypeError(f"{name}: expected an array, got {type(x).__name__}")
+        if isinstance(x, NOT_PLAIN):
+            raise TypeError(f"{name}: expected a plain array, got {type(x).__name__} (convert it with np.asarray)")
+        if lib is None:
+            lib, first, first_name, device = kind, x, name, _device(kind, x)
+        elif kind != lib:
+            found = ", ".join(f"{n}: {library(a) or type(a).__name__}" for n, a in arrays.items() if a is not None)
+            raise TypeError(f"expected arrays of one library, got {found}")
+        elif (here := _device(kind, x)) != device:
+            raise ValueError(f"{name}: expected an array on {device} like {first_name}, got one on {here}")
+    if lib is None:
         import array_api_compat.numpy as xp
 
         return ArrayFacts("numpy", xp, "cpu")
-    first_name, first = next(iter(given.items()))
-    libraries = {}
-    for name, x in given.items():
-        lib = library(x)
-        if lib is None:
-            raise TypeError(f"{name}: expected an array, got {type(x).__name__}")
-        if isinstance(x, (np.matrix, np.ma.MaskedArray)):
-            raise TypeError(f"{name}: expected a plain array, got {type(x).__name__} (convert it with np.asarray)")
-        libraries[name] = lib
-    if len(set(libraries.values())) > 1:
-        raise TypeError(
-            "expected arrays of one library, got "
-            + ", ".join(f"{name}: {lib}" for name, lib in libraries.items())
-        )
-    lib = libraries[first_name]
-    devices = {name: _device(lib, x) for name, x in given.items()}
-    for name, dev in devices.items():
-        if dev != devices[first_name]:
-            raise ValueError(f"{name}: expected an array on {devices[first_name]} like {first_name}, got one on {dev}")
     namespace = _namespace(lib, first)
     if lib == "torch":
-        for name, x in given.items():
+        for name, x in arrays.items():
+            if x is None:
+                continue
             if x.layout is not namespace.strided or x.is_nested:
                 kind = "nested" if x.is_nested else x.layout
                 raise TypeError(f"{name}: expected a dense (strided) tensor, got a {kind} one")
-    return ArrayFacts(lib, namespace, devices[first_name])
+    return ArrayFacts(lib, namespace, device)
 
 
 def dtype_name(x: Any) -> str:
