@@ -36,7 +36,7 @@ def _numba_missing() -> str | None:
     try:
         from . import _numba
     except Exception as error:  # numba-cuda fails in ways of its own beside a NumPy that it does not know
-        return f"numba-cuda cannot be imported ({type(error).__name__}: {error}); it needs NumPy < 2.5"
+        return f"numba-cuda cannot be imported ({type(error).__name__}: {error}); it supports NumPy < 2.5"
     if _numba.SIMULATED:
         return "NUMBA_ENABLE_CUDASIM is set: Numba simulates GPUs in this process and cannot use one"
     return None if _numba.cuda.is_available() else "Numba sees no CUDA GPU"

@@ -7,7 +7,7 @@ import pytest
 
 import dsv4cp
 from dsv4cp import dense_attention_topk, dsv4_sparse_attention, dsv4_sparse_attention_grad
-from dsv4cp.sparse_attention import torch_bridge
+from dsv4cp.sparse_attention import contract, torch_bridge
 from tests.support.attention_ways import NUMPY, Way, inputs
 
 SCALE = 0.25
@@ -37,7 +37,7 @@ WRONG = [
     ("sm_scale", lambda x: True, TypeError, "sm_scale"),
     ("sm_scale", lambda x: 1j, TypeError, "sm_scale"),
     ("sm_scale", lambda x: np.array([0.25]), TypeError, "sm_scale"),
-    ("sm_scale", lambda x: np.nan, ValueError, "sm_scale: expected a finite number that the arithmetic can hold, got nan"),
+    ("sm_scale", lambda x: np.nan, ValueError, "sm_scale: expected a finite number .*, got nan"),
     ("sm_scale", lambda x: -np.inf, ValueError, "sm_scale: expected a finite number"),
 ]
 
@@ -154,3 +154,13 @@ def test_nothing_is_written():
     dsv4_sparse_attention_grad(**args)
     for name, x in args.items():
         np.testing.assert_array_equal(x, copies[name])
+
+
+@pytest.mark.parametrize("library, implementation", [("numpy", "deterministic"), ("cupy", "atomic")])
+def test_a_fixed_order_may_be_asked_for_where_there_is_one(library, implementation):
+    assert contract.check_fixed_order("reference", library, implementation) is None
+
+
+def test_a_fixed_order_is_refused_where_there_is_none():
+    with pytest.raises(RuntimeError, match="backward_impl"):
+        contract.check_fixed_order("reference", "cupy", "deterministic")

@@ -76,12 +76,18 @@ def warnings() -> list[str]:
     have = machine.versions()
     numpy, numba_cuda = have["numpy"], have["numba-cuda"]
     if numpy and numba_cuda and tuple(map(int, numpy.split(".")[:2])) >= (2, 5):
+        pair = f"NumPy {numpy} and numba-cuda {numba_cuda}"
         try:
-            from numba import cuda  # noqa: F401
-        except Exception as error:  # AttributeError: numpy.row_stack is gone
+            from .. import _numba  # noqa: F401
+        except Exception as error:  # as many kinds as numba-cuda's import has ways to fail
             found.append(
-                f"NumPy {numpy} and numba-cuda {numba_cuda} clash ({type(error).__name__}: {error}): the numba backend "
+                f"{pair} clash ({type(error).__name__}: {error}): the numba backend "
                 'cannot run and "auto" does without it; install "numpy<2.5" beside numba-cuda'
+            )
+        else:
+            found.append(
+                f"{pair}: numba-cuda does not support this NumPy; the numba backend lends it the name it misses "
+                '(numpy.row_stack); "numpy<2.5" is the supported pair'
             )
     if have["cupy"] is not None and have["ml_dtypes"] is None:
         found.append("bfloat16 CuPy arrays need ml_dtypes; install dsv4cp[cuda13] or dsv4cp[cuda12]")

@@ -147,6 +147,14 @@ def check_differentiable(reference_rounding: bool, backward_impl: str = "atomic"
         )
 
 
+def check_fixed_order(chosen: str, library: str, backward_impl: str) -> None:
+    """On CuPy arrays the reference sums over keys with atomics: what has no fixed order must not claim one."""
+    if chosen == "reference" and library == "cupy" and backward_impl == "deterministic":
+        raise RuntimeError(
+            "backward_impl: 'deterministic' on CuPy arrays needs gradient kernels, which this version does not have"
+        )
+
+
 def check_rounding(reference_rounding: bool, backend: str) -> None:
     """The reference that torch differentiates has no inference rounding, as in the mirrored module."""
     if reference_rounding:

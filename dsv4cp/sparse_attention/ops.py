@@ -117,8 +117,9 @@ def dsv4_sparse_attention_grad(
         out, lse: what the forward call returned with return_lse=True.
         backend: "auto" or "reference", which is what "auto" takes for every array: the CUDA kernels have no
             gradient yet, and "cuda" by name is a RuntimeError.
-        backward_impl: "atomic" or "deterministic". The reference adds in a fixed order either way, with the
-            same code; on other backends "atomic" is the faster one and not repeatable bit for bit.
+        backward_impl: "atomic" or "deterministic". On NumPy and array-API arrays the reference adds in a fixed order
+            either way, with the same code; on CuPy arrays it adds with atomics, so that bits may differ from run to
+            run, and "deterministic" is a RuntimeError until there are gradient kernels.
         backward_workspace_bytes: cap on working memory beyond outputs and the float32 sum of grad_kv. A
             smaller cap means more passes and the same bits; the reference works within 16 MiB on the CPU
             unless one query alone needs more.
@@ -143,6 +144,7 @@ def dsv4_sparse_attention_grad(
         plan=plan, all_rows_nonempty=all_rows_nonempty,
     )  # fmt: skip
     chosen = pick("dsv4_sparse_attention_grad", backend, spec.library, offered=GRAD_OFFERED)
+    contract.check_fixed_order(chosen, spec.library, backward_impl)
     ids = contract.plan_ids(plan, topk_idxs, _plans(chosen, backend, spec.library), spec)
     match chosen:
         case _:

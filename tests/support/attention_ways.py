@@ -23,6 +23,11 @@ class Way:
     device: str = "cpu"
     halves: bool = True  # float16 and bfloat16 exist
 
+    @property
+    def fixed_order(self) -> bool:
+        """Whether sums over slots of one key have the same bits every time; a GPU's atomic additions have not."""
+        return self.library != "cupy" and self.device == "cpu"
+
     def array(self, x: Any) -> Any:
         """A NumPy array in this library; None stays None."""
         if x is None or self.library == "numpy":
