@@ -111,12 +111,14 @@ def test_opcheck(device, dtype, grad):
     # torch adds gradients with atomics on a GPU: that check compares two runs, whose bits are then unequal.
     repeatable = tuple(u for u in OPCHECKS if device == "cpu" or u != "test_aot_dispatch_dynamic")
     utils = repeatable if grad else OPCHECKS
-    torch.library.opcheck(torch.ops.dsv4.sparse_attention.default, (*ours, SCALE, False, CAP), test_utils=utils)
+    done = torch.library.opcheck(torch.ops.dsv4.sparse_attention.default, (*ours, SCALE, False, CAP), test_utils=utils)
+    assert set(done.values()) == {"SUCCESS"}
     plain = [x.detach() for x in ours]
     out, lse = operator(*plain)
     arguments = (torch.randn_like(out), *plain, out, lse, SCALE, CAP)
     utils = repeatable
-    torch.library.opcheck(torch.ops.dsv4.sparse_attention_grad.default, arguments, test_utils=utils)
+    done = torch.library.opcheck(torch.ops.dsv4.sparse_attention_grad.default, arguments, test_utils=utils)
+    assert set(done.values()) == {"SUCCESS"}
 
 
 def test_compiles_into_one_graph(device):
