@@ -11,7 +11,7 @@ from .commands import bench, demo, doctor
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 0 fine, 1 a check failed, 2 it could not run."""
+    """Runs one command and returns its exit status: 0 fine, 1 a check failed, 2 it could not run, 130 Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m dsv4cp", description="DeepSeek-V4 layer kernels on this machine.")
     parser.add_argument("--version", action="version", version=f"dsv4cp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | demo | bench")
@@ -22,7 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_arguments(of_command)
         of_command.set_defaults(run=command.run)
     options = parser.parse_args(arguments)
-    return options.run(options)
+    try:
+        return options.run(options)
+    except KeyboardInterrupt:
+        print(f"{options.command}: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -179,12 +179,38 @@ def test_demo_refuses_options_that_cannot_work(arguments, words, text_file, monk
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--tokens", "0"], ["--heads", "x"], ["--backend", "tpu"], ["--unknown"]])
+@pytest.mark.parametrize(
+    "arguments", [["--tokens", "0"], ["--heads", "x"], ["--seed", "-1"], ["--backend", "tpu"], ["--unknown"]]
+)
 def test_demo_refuses_bad_options(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["demo", *arguments])
     assert stopped.value.code == 2
     assert "error" in capsys.readouterr().err
+
+
+def test_a_picture_or_record_that_would_replace_a_folder_is_refused(text_file, tmp_path, capsys):
+    folder = tmp_path / "folder.png"
+    folder.mkdir()
+    assert main(["demo", text_file, *SMALL, "--plot", str(folder)]) == 2
+    assert "is a folder" in capsys.readouterr().err
+    assert main(["bench", "--cpu", "--tiny", "--record", str(folder)]) == 2
+    assert "is a folder" in capsys.readouterr().err
+
+
+def test_demo_says_when_it_takes_a_part_of_the_text(text_file, capsys):
+    assert main(["demo", text_file, *SMALL]) == 0
+    assert "only the first" not in capsys.readouterr().out
+    assert main(["demo", text_file, *SMALL, "--tokens", "20"]) == 0
+    out = capsys.readouterr().out
+    assert "only the first 20 bytes" in out and "in 1 document " in out
+
+
+@pytest.mark.parametrize("command", [["demo", *SMALL], ["doctor"]])
+def test_a_narrow_terminal_cuts_no_word_of_a_table(command, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(command) == 0
+    assert "\u2026" not in capsys.readouterr().out
 
 
 def test_documents_are_paragraphs():
@@ -334,6 +360,15 @@ def test_the_module_runs_as_a_program(arguments):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def test_ctrl_c_is_a_line_and_a_status(monkeypatch, capsys):
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "run", interrupted)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "doctor: interrupted\n"
 
 
 def test_no_command_is_an_error():

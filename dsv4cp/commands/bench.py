@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from . import machine
+from .tables import print_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +37,9 @@ def run(options: argparse.Namespace) -> int:
     if options.record and not Path(options.record).resolve().parent.is_dir():
         error.print(f"bench: --record: there is no folder {Path(options.record).resolve().parent}")
         return 2
+    if options.record and Path(options.record).is_dir():
+        error.print(f"bench: --record: {options.record} is a folder, expected a file name")
+        return 2
     if options.cpu and options.peers:
         error.print("bench: --peers: peers are GPU kernels; leave --cpu out")
         return 2
@@ -56,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     rows = list(measured)
     for size in dict.fromkeys(row["size"] for row in rows):
         console.print(f"\n{size}")
-        console.print(table([row for row in rows if row["size"] == size]))
+        print_table(console, table([row for row in rows if row["size"] == size]))
     if options.record:
         Path(options.record).write_text(json.dumps(record(rows), indent=2) + "\n", encoding="utf-8")
         console.print(f"wrote {options.record}")

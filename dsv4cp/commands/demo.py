@@ -11,6 +11,7 @@ from rich.console import Console
 from .._backend import missing
 from .demo_layer import RATIO, Sizes
 from .demo_text import pack, read_text
+from .tables import print_table
 
 BACKENDS = ("auto", "reference", "cuda", "numba", "cudnn")
 # Sizes that finish in seconds on two cores, and the real ones of V4-Flash for a GPU.
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         about += f" (default {ON_HOST[name]}, on a GPU {ON_GPU[name]})"
         parser.add_argument("--" + name.replace("_", "-"), type=_positive, metavar="N", help=about)
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help="what runs the ops that offer it")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the weights (default 0)")
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="seed of the weights (default 0)")
     parser.add_argument("--plot", metavar="FILE.png", help="draw which keys each query sees, and a Sinkhorn matrix")
 
 
@@ -47,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
         data = read_text(options.file, sizes.tokens)
         _check_plot(options.plot)
     except (RuntimeError, ValueError) as error:
-        Console(stderr=True, soft_wrap=True).print(f"demo: {error}", style="red", markup=False, highlight=False)
+        _complain(error)
         return 2
     packed = pack(data, RATIO)
 
@@ -56,18 +57,25 @@ def run(options: argparse.Namespace) -> int:
     demo = Demo(packed, sizes, backend=options.backend, seed=options.seed, on_gpu=on_gpu)
     console = Console(soft_wrap=True)
     console.print(
-        f"{options.file or 'the texts behind help()'}: {len(packed.tokens)} tokens in {packed.segments[-1]} documents, "
+        f"{options.file or 'the texts behind help()'}: {_count(len(packed.tokens), 'token')} (bytes) in "
+        f"{_count(int(packed.segments[-1]), 'document')} (a paragraph each), "
         f"{len(packed.groups)} compressed entries; {demo.where}, seed {options.seed}",
         markup=False,
         highlight=False,
     )
+    if options.file and Path(options.file).stat().st_size > len(data):
+        console.print(f"only the first {len(data)} bytes are taken; --tokens N takes more", highlight=False)
     demo.run()
-    console.print(demo.table())
+    print_table(console, demo.table())
     console.print("max error: relative to the largest value; for the index lists, how many differ", highlight=False)
     if options.plot:
         from .demo_plot import draw
 
-        draw(options.plot, packed, demo.lists, demo.logits, demo.comb)
+        try:
+            draw(options.plot, packed, demo.lists, demo.logits, demo.comb)
+        except OSError as error:
+            _complain(f"--plot: {options.plot} cannot be written: {error.strerror}")
+            return 2
         console.print(f"drew {options.plot}", markup=False, highlight=False)
     failed = demo.failed()
     for line in failed:
@@ -77,11 +85,34 @@ def run(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def _complain(what: object) -> None:
+    """Why the demo cannot go on, on stderr."""
+    Console(stderr=True, soft_wrap=True).print(f"demo: {what}", style="red", markup=False, highlight=False)
+
+
+def _count(number: int, noun: str) -> str:
+    """The number and its noun."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def _positive(text: str) -> int:
     """A size from the command line."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {value}")
+    return _integer(text, 1)
+
+
+def _seed(text: str) -> int:
+    """A seed that NumPy takes."""
+    return _integer(text, 0)
+
+
+def _integer(text: str, least: int) -> int:
+    """An integer from the command line, refused in words below `least`."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least {least}, got {text}")
     return value
 
 
@@ -109,6 +140,8 @@ def _check_plot(path: str | None) -> None:
         raise ValueError(f"--plot: expected a name that ends in .png, got {path}")
     if not Path(path).resolve().parent.is_dir():
         raise ValueError(f"--plot: there is no folder {Path(path).resolve().parent}")
+    if Path(path).is_dir():
+        raise ValueError(f"--plot: {path} is a folder, expected a file name")
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

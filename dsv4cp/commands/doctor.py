@@ -11,6 +11,7 @@ from rich.table import Table
 
 from .._backend import BACKENDS, missing
 from . import machine, offers
+from .tables import print_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     for warning in warnings():
         console.print(f"\nWarning: {warning}")
     console.print("\nOps and backends")
-    console.print(ops_table())
+    print_table(console, ops_table())
     console.print('"-": this version has no such backend for the op. "auto" takes the reference for NumPy arrays.')
     reasons = unavailable()
     if reasons:
@@ -52,7 +53,7 @@ def state(backend: str, offered: tuple[str, ...]) -> str:
 
 def ops_table() -> Table:
     """One line an op."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("op", *BACKENDS[1:], "auto, CuPy"):
         table.add_column(name, no_wrap=True)
     gpu = missing("cuda") is None
