@@ -18,6 +18,11 @@ from __future__ import annotations
 
 from typing import Literal
 
+try:
+    import torch  # noqa: F401
+except ImportError as error:
+    raise ImportError(f"dsv4cp.torch_ops needs torch ({error}); install dsv4cp[torch]") from error
+
 from ._plan import SparseIndexPlan
 from .indexer import torch_bridge as _indexer
 from .indexer.torch_bridge import (

@@ -29,8 +29,10 @@ def dsv4_indexer_scores(
 
     q: [B, S, I, E]; pooled_kv: [B, P, E]; weights: [B, S, I]; each bfloat16, float16, float32 or float64.
     compress_ratio: R >= 1. query_start: position of the first query (context parallel).
+    softmax_scale: finite real number on the host, usually E**-0.5.
     query_total_len: length of the whole sequence, at least query_start + S (the default); only checked, the causal
     rule does not need it.
+    backend: "auto" or "reference", which is what "auto" takes for every array.
 
     Returns [B, S, P], float32 (float64 if any input is float64), accumulated in that dtype. The bits of a score do
     not depend on the batch or on how many queries come along. P may exceed what the sequence has finished; zero

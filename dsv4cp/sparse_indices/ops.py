@@ -72,7 +72,8 @@ def build_dsv4_sparse_topk_indices(
 
     batch_size, seq_len, key_len, ...: B, S, K and the other sizes, integers >= 0.
     attention_mask: additive floats [B or 1, 1, S, >= key_len]; negative values mask, NaN does not.
-    compressed_topk: [B, S, k] of any integer dtype, -1 for none, any order, duplicates kept.
+    compressed_topk: [B, S, k] of any integer dtype, -1 for none, any order, duplicates kept. It takes an
+        n_pooled > 0: with the default 0 it is not looked at.
     q_positions: [S], [1, S] or [B, S], for queries that are not rows 0 .. S-1 of the keys (context parallel).
         A negative position sees nothing. Positions are not compared with vanilla_key_len: window ids from
         there on name compressed entries.
