@@ -42,8 +42,8 @@
 //      value products' issue stalls behind the scores' (see 5).
 //  12  scores rounded before the maximum is subtracted (a fused product made NaN of scores of 1e9): about 25 clocks more.
 //  What is left a block: scores 1240, softmax 980, hand-over 320, waiting for keys 180; 2720 in a row.
-//  Medians of the kernel alone, random finished entries, after 11, on a card whose GEMM reached 690 to 750 TFLOP/s:
-//  H64 T640 0.547 ms, H64 T160 0.243 ms, S8192 H128 T1152 3.33 ms (the portable kernel: 1.26, 0.54, 8.08).
+//  Medians of the kernel alone, random finished entries, after 11 (GEMM not measured in that run; 684 to 794 TFLOP/s in
+//  others of the day): H64 T640 0.547 ms, H64 T160 0.243 ms, S8192 H128 T1152 3.33 ms (the portable kernel: 1.26, 0.54, 8.08).
 //  Beside FlashMLA in one run, after 12, selections with fewer finished entries (382, 142, 640 a query), GEMM 702 TFLOP/s:
 //  0.461 against 0.629 and, ids compacted for it, 0.468; 0.244 against 0.356 and 0.340; 2.89 against 4.01 and 2.95.
 #include "common_hopper.cuh"
