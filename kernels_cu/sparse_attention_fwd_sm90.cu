@@ -34,13 +34,14 @@
 //   6  softmax instructions placed between those wgmma: slower, 3400 clocks a block.
 //   7  softmax in the value warpgroups, raw scores through shared memory: slower; key blocks are then held too long for
 //      three of them to cover the gather.
-//   8  Q by the tensor copy engine instead of cp.async by the score warpgroup: 2500 clocks less an item.
+//   8  Q by the tensor copy engine instead of cp.async by the score warpgroup: with 9, an item of
+//      three to four blocks (T160) went from 13800 to 12500 clocks.
 //   9  output packed before it is shuffled and stored, so that no store waits for another's registers: epilogue 5900 -> 3200
 //      to 4200 clocks.
 //  10  half of Q in registers: an A operand in shared memory halves the rate at N = 48. Scores 1345 -> 1236 clocks a block.
 //  11  no score warpgroup, each value warpgroup scores its own half of the columns, partial sums exchanged: slower; the
 //      value products' issue stalls behind the scores' (see 5).
-//  12  scores rounded before the maximum is subtracted (a fused product made NaN of scores of 1e9): about 25 clocks more.
+//  12  scores rounded before the maximum is subtracted (a fused product made NaN of scores of 1e9): not timed apart.
 //  What is left a block: scores 1240, softmax 980, hand-over 320, waiting for keys 180; 2720 in a row.
 //  Medians of the kernel alone, random finished entries, after 11 (GEMM not measured in that run; 684 to 794 TFLOP/s in
 //  others of the day): H64 T640 0.547 ms, H64 T160 0.243 ms, S8192 H128 T1152 3.33 ms (the portable kernel: 1.26, 0.54, 8.08).
