@@ -56,7 +56,7 @@ _LIBRARIES: dict[type, str | None] = {}
 
 def _namespace(lib: str, x: Any) -> Any:
     """Array-API namespace of x."""
-    wrapper = getattr(compat, lib, None) if lib in WRAPPED else None  # once loaded: a shortcut past 10 us of looking
+    wrapper = getattr(compat, lib, None) if lib in WRAPPED else None  # once loaded: a shortcut past a slow look-up
     return compat.array_namespace(x) if wrapper is None else wrapper
 
 

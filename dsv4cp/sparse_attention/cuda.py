@@ -122,7 +122,7 @@ def launch_forward(
         "scale": _scale(spec.scale, reference_rounding),
     }
     device = cupy.cuda.runtime.getDevice()
-    hopper = forced_path != "portable" and cuda_sm90.takes(spec, dtype, reference_rounding, device)
+    hopper = forced_path != "portable" and cuda_sm90.takes(spec, reference_rounding, device)
     if hopper and cuda_sm90.launch(arguments, spec, dtype, device, stream):
         return
     _launch_portable(arguments, spec, dtype, reference_rounding, stream)

@@ -26,7 +26,7 @@ DATA_TYPES = {"float16": 6, "bfloat16": 9}
 SWIZZLE_128B, L2_PROMOTION_128B = 3, 2
 
 
-def takes(spec: Spec, dtype: str, reference_rounding: bool, device: int) -> bool:
+def takes(spec: Spec, reference_rounding: bool, device: int) -> bool:
     """Whether this path runs the call."""
     return (
         spec.dim == DIM
