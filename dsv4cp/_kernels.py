@@ -11,6 +11,7 @@ a Python int as 64 bits, ignore strides and turn None into a null pointer. This 
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import re
 import threading
@@ -55,7 +56,8 @@ class Kernel:
     arch: str | None  # None: the device's own
     parameters: tuple[Parameter, ...]
     loaded: dict[int, _Loaded] = field(default_factory=dict, repr=False)
-    wanted: tuple[tuple[str, type, Parameter], ...] = ()  # each with its name and the type that needs no further look
+    take: Any = None  # the parameters' values out of a dict of arguments, in order; KeyError where one is missing
+    plain: tuple[type, ...] = ()  # types of values that need no further look
 
 
 def kernel(file: str, function: str, *, defines: Mapping[str, Any] | None = None, arch: str | None = None) -> Kernel:
@@ -70,8 +72,9 @@ def kernel(file: str, function: str, *, defines: Mapping[str, Any] | None = None
 @functools.cache
 def _kernel(file: str, function: str, defines: tuple[tuple[str, str], ...], arch: str | None) -> Kernel:
     declared = parameters(file, function)
-    wanted = tuple((p.name, p.kind or np.uintp, p) for p in declared)
-    return Kernel(file, function, defines, arch, declared, wanted=wanted)
+    names, plain = tuple(p.name for p in declared), tuple(p.kind or np.uintp for p in declared)
+    take = operator.itemgetter(*names) if len(names) > 1 else lambda arguments: tuple(arguments[n] for n in names)
+    return Kernel(file, function, defines, arch, declared, take=take, plain=plain)
 
 
 # --- The launch door -----------------------------------------------------------------------------------
@@ -102,23 +105,20 @@ def launch(
     out of range, each naming it; RuntimeError with the kernel's name where compiling, loading or launching fails,
     naming the package to install where NVRTC or CUDA headers are missing.
     """
-    values = []
-    for name, plain, parameter in kernel.wanted:
-        value = arguments.get(name, _MISSING)
-        if type(value) is not plain:
-            where = _fit(kernel, parameter, value)
-            device = where if device is None else device
-        values.append(value)
-    if len(values) != len(arguments):
-        unknown = ", ".join(sorted(set(arguments) - {p.name for p in kernel.parameters}))
-        raise TypeError(f"{kernel.function}: {unknown}: no such parameter")
-
-    grid = _sizes(kernel, "grid", grid, GRID_LIMITS)
-    block = _sizes(kernel, "block", block, BLOCK_LIMITS)
-    if not 1 <= block[0] * block[1] * block[2] <= BLOCK_THREADS:
-        raise ValueError(f"{kernel.function}: block: expected 1 to {BLOCK_THREADS} threads, got {block}")
-    if 0 in grid:
-        return
+    try:
+        values = kernel.take(arguments)
+    except KeyError:
+        values = ()
+    if tuple(map(type, values)) != kernel.plain or len(values) != len(arguments):
+        values, device = _fitted(kernel, arguments, device)
+    if type(grid) is int and type(block) is int and 0 < grid <= GRID_LIMITS[0] and 0 < block <= BLOCK_THREADS:
+        grid, block = (grid, 1, 1), (block, 1, 1)  # what most launches have: looked at here, a call costs as much again
+    else:
+        grid, block = _sizes(kernel, "grid", grid, GRID_LIMITS), _sizes(kernel, "block", block, BLOCK_LIMITS)
+        if not 1 <= block[0] * block[1] * block[2] <= BLOCK_THREADS:
+            raise ValueError(f"{kernel.function}: block: expected 1 to {BLOCK_THREADS} threads, got {block}")
+        if 0 in grid:
+            return
     if type(stream) is int:
         stream = _stream(stream)
     runtime = _runtime()
@@ -131,6 +131,19 @@ def launch(
         _queue(kernel, device, grid, block, values, shared_bytes, stream)
     finally:
         runtime.setDevice(current)
+
+
+def _fitted(kernel: Kernel, arguments: dict[str, Any], device: int | None) -> tuple[tuple[Any, ...], int | None]:
+    """The arguments in the parameters' order and the launch's device; TypeError or ValueError for what is unfit."""
+    values = tuple(arguments.get(p.name, _MISSING) for p in kernel.parameters)
+    for value, plain, parameter in zip(values, kernel.plain, kernel.parameters, strict=True):
+        if type(value) is not plain:
+            where = _fit(kernel, parameter, value)
+            device = where if device is None else device
+    if len(values) != len(arguments):
+        unknown = ", ".join(sorted(set(arguments) - {p.name for p in kernel.parameters}))
+        raise TypeError(f"{kernel.function}: {unknown}: no such parameter")
+    return values, device
 
 
 def _fit(kernel: Kernel, want: Parameter, value: Any) -> int | None:
@@ -149,12 +162,14 @@ def _fit(kernel: Kernel, want: Parameter, value: Any) -> int | None:
     return value.data.device_id
 
 
-def _queue(kernel: Kernel, device: int, grid: Any, block: Any, values: list, shared_bytes: int, stream: Any) -> None:
+def _queue(
+    kernel: Kernel, device: int, grid: Any, block: Any, values: tuple[Any, ...], shared_bytes: int, stream: Any
+) -> None:
     loaded = kernel.loaded.get(device) or _load(kernel, device)
     try:
         if shared_bytes > loaded.shared_limit:
             _allow_shared(loaded, shared_bytes)
-        loaded.function(grid, block, tuple(values), shared_mem=shared_bytes, stream=stream)
+        loaded.function(grid, block, values, shared_mem=shared_bytes, stream=stream)
     except RuntimeError as error:  # CUDADriverError, CUDARuntimeError
         asked = f"grid {grid}, block {block}, {shared_bytes} bytes of shared memory"
         raise RuntimeError(f"{kernel.function}: launch failed: {error} ({asked})") from error

@@ -79,16 +79,9 @@ def launch_forward(x: int, y: int, spec: Spec, *, stream: Any = None) -> None:
     where the kernel cannot be compiled or launched.
     """
     numbers = _numbers(spec.matrices, spec.repeat, spec.eps)
-    if spec.m == 4 and (x | y) % 16 == 0:
-        _kernels.launch(
-            _kernel("sinkhorn4_forward", spec.dtype),
-            grid=-(-spec.matrices // THREADS),
-            block=THREADS,
-            stream=stream,
-            x=np.uintp(x),
-            y=np.uintp(y),
-            **numbers,
-        )
+    if spec.m == 4 and not (x | y) & 15:
+        kernel, grid = _kernel("sinkhorn4_forward", spec.dtype), -(-spec.matrices // THREADS)
+        _kernels.launch(kernel, grid=grid, block=THREADS, stream=stream, x=np.uintp(x), y=np.uintp(y), **numbers)
         return
     width = _width(spec.m)
     _kernels.launch(
