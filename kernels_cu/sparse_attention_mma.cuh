@@ -78,7 +78,10 @@ DEVICE float load_float(u32 from) { return __uint_as_float(load_u32(from)); }
 
 // ---- Ids -----------------------------------------------------------------------------------------------
 
-static const int SCANS = 2;  // slots of a lane at a time; 4 hides more latency where most are masked, but spills on sm_120
+// Slots of a lane at a time. 4 hides more latency where most are masked, but spills on sm_120.
+#ifndef SCANS
+#define SCANS 2
+#endif
 
 // One warp's walk along the id row: 32 SCANS slots open in registers, the next ones loading.
 struct Scan {
