@@ -1,5 +1,5 @@
 // Sparse attention's gradient on mma.sync: sm_80 and later, HEAD_DIM 64, 128, 256 or 512, bfloat16 or float16, any H.
-// archs: 80 86 89 90 100 120
+// archs: 80 90 100 120
 // hot: sparse_attention_bwd
 //
 //     p[h,t]      = exp2(log2(e) scale q[h] . kv[id_t] - log2_total[h])         over slots t with 0 <= id_t < keys
@@ -25,7 +25,9 @@
 // Budget for H 64, D 512 on an H200, per block of 64 keys: mma.sync at 60 % of the wgmma rate: 1700 clocks for each of five
 // products = 8500; shared memory at 128 bytes a clock: scores 512 KB = 4100, grad_q 1000, sums 384 KB = 3100; scatter of
 // 128 KB at 16.2 bytes a clock = 8100, in part beside the products of the next blocks. S4096 T640 (510 valid ids): 257
-// blocks a multiprocessor, 10 to 16 thousand clocks each at 1.75 GHz: predicted 1.5 to 2.4 ms.
+// blocks a multiprocessor, 10 to 16 thousand clocks each at 1.75 GHz: predicted 1.5 to 2.4 ms. Measured there, this kernel
+// alone: 3.07 ms, 4.53 with FIXED, 2.01 without the scatter; T160 1.07, 1.57 and 0.77; S8192 H128 T1152 25.2 (two launches).
+// red.v4 instead of v2 took as long (3.07 and 3.02), and so did queries far apart from each other at a time (3.06).
 #ifndef ELEMENT
 #define ELEMENT BFloat16
 #endif
@@ -173,6 +175,17 @@ DEVICE Sum* sums_of(Sum* sums, u32 ids, int key, int have) {
     return key < have ? sums + (i64)(int)load_u32(ids + key * 4) * HEAD_DIM : nullptr;
 }
 
+#if !FIXED
+DEVICE void add_pair(float* to, float x, float y) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
+#else
+    atomicAdd(to, x);
+    atomicAdd(to + 1, y);
+#endif
+}
+#endif
+
 // Adds terms of 16 keys from `key` on, c[COLUMNS / 8] tiles of 16 x 8, to the keys' sums. A lane holds columns 2n and 2n + 1
 // (n = lane % 4) of rows lane / 4 and that + 8. sums: the warp's columns of key 0; exponents: of key 0.
 DEVICE void scatter(Sum* sums, const int* exponents, u32 ids, int key, int have, const float (&c)[COLUMNS / 8][4], int lane) {
@@ -195,29 +208,13 @@ DEVICE void scatter(Sum* sums, const int* exponents, u32 ids, int key, int have,
             }
         }
     }
-#elif __CUDA_ARCH__ >= 900
-    // Lanes exchange so that an even one adds four columns of its first row, an odd one of its second.
-    const bool odd = (lane & 1) != 0;
-    Sum* const to = sums_of(sums + (lane & 2) * 2, ids, key + (odd ? 8 : 0), have);
-#pragma unroll
-    for (int j = 0; j < COLUMNS / 8; ++j) {
-        const float x = __shfl_xor_sync(FULL_WARP, odd ? c[j][0] : c[j][2], 1);
-        const float y = __shfl_xor_sync(FULL_WARP, odd ? c[j][1] : c[j][3], 1);
-        if (to != nullptr)
-            asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + j * 8), "f"(odd ? x : c[j][0]),
-                         "f"(odd ? y : c[j][1]), "f"(odd ? c[j][2] : x), "f"(odd ? c[j][3] : y)
-                         : "memory");
-    }
 #else
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
         Sum* const to = sums_of(sums + (lane & 3) * 2, ids, key + e * 8, have);
 #pragma unroll
         for (int j = 0; j < COLUMNS / 8; ++j)
-            if (to != nullptr) {
-                atomicAdd(to + j * 8, c[j][e * 2]);
-                atomicAdd(to + j * 8 + 1, c[j][e * 2 + 1]);
-            }
+            if (to != nullptr) add_pair(to + j * 8, c[j][e * 2], c[j][e * 2 + 1]);
     }
 #endif
 }

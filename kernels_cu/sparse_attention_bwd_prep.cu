@@ -43,6 +43,7 @@ static const int ROW_LANES = CHUNKS < 32 ? CHUNKS : 32;  // lanes of a row
 static const int AT_ONCE = 32 / ROW_LANES;               // rows of a warp at a time
 static const int PARTS = CHUNKS / ROW_LANES;             // chunks of a lane
 static const int MOST_WARPS = 8;
+static const int SELECT_THREADS = 128, SELECT_SLOTS = 5;  // slots of a thread at a time
 
 static const float LOG2E = 1.4426950408889634f;
 #define INFINITY_F __int_as_float(0x7f800000)
@@ -159,34 +160,44 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32)
     }
 }
 
-// counts, most_key_part, most_rest: [B, keys], zeros before; the latter two hold the bits of floats.
-extern "C" __global__ void sparse_attention_bwd_select(const int* __restrict__ ids, const float* __restrict__ key_part,
-                                                       const float* __restrict__ rest, u32* __restrict__ counts,
-                                                       u32* __restrict__ most_key_part, u32* __restrict__ most_rest,
-                                                       int queries, int keys, int slots) {
+// bounds [B, keys], zeros before: x slots that select the key, y and z the bits of the largest key_part and rest.
+extern "C" __global__ void __launch_bounds__(SELECT_THREADS)
+    sparse_attention_bwd_select(const int* __restrict__ ids, const float* __restrict__ key_part,
+                                const float* __restrict__ rest, uint4* bounds, int queries, int keys, int slots) {
     const u32 query = blockIdx.x;
-    const i64 base = (i64)(query / queries) * keys;
+    uint4* const row = bounds + (i64)(query / queries) * keys;
     const u32 key_bits = ordered_bits(key_part[query]), rest_bits = ordered_bits(rest[query]);
-    for (int slot = threadIdx.x; slot < slots; slot += blockDim.x) {
-        const int id = __ldg(ids + (i64)query * slots + slot);
-        if ((u32)id >= (u32)keys) continue;
-        atomicAdd(counts + base + id, 1u);
-        raise_bound(most_key_part + base + id, key_bits);
-        raise_bound(most_rest + base + id, rest_bits);
+    for (int slot = threadIdx.x; slot < slots; slot += SELECT_THREADS * SELECT_SLOTS) {
+        int id[SELECT_SLOTS];
+        uint4 before[SELECT_SLOTS];  // read first: most queries raise nothing
+#pragma unroll
+        for (int n = 0; n < SELECT_SLOTS; ++n) {
+            const int at = slot + n * SELECT_THREADS;
+            id[n] = at < slots ? __ldg(ids + (i64)query * slots + at) : -1;
+        }
+#pragma unroll
+        for (int n = 0; n < SELECT_SLOTS; ++n)
+            if ((u32)id[n] < (u32)keys) before[n] = __ldcg(row + id[n]);
+#pragma unroll
+        for (int n = 0; n < SELECT_SLOTS; ++n) {
+            if ((u32)id[n] >= (u32)keys) continue;
+            atomicAdd(&row[id[n]].x, 1u);
+            if (before[n].y < key_bits) atomicMax(&row[id[n]].y, key_bits);
+            if (before[n].z < rest_bits) atomicMax(&row[id[n]].z, rest_bits);
+        }
     }
 }
 
 // exponents [batch, keys]; rows of keys that no slot selects are not read.
-extern "C" __global__ void sparse_attention_bwd_exponents(const u16* __restrict__ kv, const u32* __restrict__ counts,
-                                                          const u32* __restrict__ most_key_part,
-                                                          const u32* __restrict__ most_rest, int* __restrict__ exponents,
-                                                          i64 kv_stride_b, i64 kv_stride_k, int batch, int keys) {
+extern "C" __global__ void sparse_attention_bwd_exponents(const u16* __restrict__ kv, const uint4* __restrict__ bounds,
+                                                          int* __restrict__ exponents, i64 kv_stride_b, i64 kv_stride_k,
+                                                          int batch, int keys) {
     const int lane = threadIdx.x & 31;
     const i64 warps = (i64)gridDim.x * (blockDim.x >> 5);
     for (i64 row = (i64)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5); row < (i64)batch * keys; row += warps) {
-        const u32 count = counts[row];
+        const uint4 of = bounds[row];
         int exponent = 0;
-        if (count > 0) {
+        if (of.x > 0) {
             const u16* from = kv + row / keys * kv_stride_b + row % keys * kv_stride_k + lane % ROW_LANES * 8;
             float squares = 0.0f;
             u32 most = 0;
@@ -200,8 +211,8 @@ extern "C" __global__ void sparse_attention_bwd_exponents(const u16* __restrict_
                 most = larger_of_chunk(most, chunk);
             }
             const float norm = safe_norm(row_sum(squares), largest_of_pair(row_largest(most)));
-            const float bound = __uint_as_float(most_key_part[row]) * norm + __uint_as_float(most_rest[row]);
-            exponent = fixed_exponent(2.0f * bound, count);
+            const float bound = __uint_as_float(of.y) * norm + __uint_as_float(of.z);
+            exponent = fixed_exponent(2.0f * bound, of.x);
         }
         if (lane == 0) exponents[row] = exponent;
     }

@@ -46,7 +46,7 @@ MOST_BLOCKS = 4096  # of kernels whose threads step through their work
 
 forced_path: str | None = None  # "portable" makes every call take that kernel: for tests and measurements
 
-# Every specialisation that this file and the two main kernels launch, for the tests that compile them all.
+# Every specialisation that this file launches, for the tests that compile them all.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     PREP: [
         {"ELEMENT": element, "HEAD_DIM": dim, "BOUNDS": bounds}
@@ -55,8 +55,6 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         for bounds in (0, 1)
     ],
     FINISH: [{"ELEMENT": element, "FIXED": fixed} for element in ELEMENTS.values() for fixed in (0, 1)],
-    **cuda_bwd_mma.VARIANTS,
-    **({} if cuda_bwd_sm90 is None else cuda_bwd_sm90.VARIANTS),
 }
 
 
@@ -81,7 +79,7 @@ def launch_backward(
     strides = {"grad_out": grad_out_strides, "out": out_strides, "q": q_strides}
     _prep(grad_out, q, sinks, out, lse, at, spec, element, strides, deterministic, stream)
     if deterministic:
-        _exponents(kv, ids, at, plan, spec, element, kv_strides, stream)
+        _exponents(kv, ids, at, spec, element, kv_strides, stream)
     main = _main(spec, cupy.cuda.runtime.getDevice())
     finish = _kernels.kernel(FINISH, "sparse_attention_bwd_finish", defines=_finish(element, deterministic))
     per_head, per_row = 4 * spec.queries * spec.heads, 2 * spec.queries * spec.heads * spec.dim
@@ -164,13 +162,12 @@ def _prep(
 
 
 def _exponents(
-    kv: int, ids: int, at: dict[str, int], plan: Layout, spec: Spec, element: str, kv_strides: tuple[int, ...],
+    kv: int, ids: int, at: dict[str, int], spec: Spec, element: str, kv_strides: tuple[int, ...],
     stream: dict[str, Any],
 ) -> None:  # fmt: skip
     """The exponent of every key's sums, from what its queries may add."""
     defines = {"ELEMENT": element, "HEAD_DIM": spec.dim, "BOUNDS": 1}
-    tables = {name: np.uintp(at[name]) for name in ("counts", "most_key_part", "most_rest")}
-    _zero(at["counts"], plan.counts_end - plan.counts, stream)
+    _zero(at["bounds"], 16 * spec.batch * spec.keys, stream)
     _kernels.launch(
         _kernels.kernel(PREP, "sparse_attention_bwd_select", defines=defines),
         grid=spec.batch * spec.queries if spec.heads > 0 else 0,
@@ -178,7 +175,7 @@ def _exponents(
         ids=np.uintp(ids),
         key_part=np.uintp(at["key_part"]),
         rest=np.uintp(at["rest"]),
-        **tables,
+        bounds=np.uintp(at["bounds"]),
         queries=np.int32(spec.queries),
         keys=np.int32(spec.keys),
         slots=np.int32(spec.slots),
@@ -189,7 +186,7 @@ def _exponents(
         grid=min(-(-spec.batch * spec.keys // 8), MOST_BLOCKS),
         block=256,
         kv=np.uintp(kv),
-        **tables,
+        bounds=np.uintp(at["bounds"]),
         exponents=np.uintp(at["exponents"]),
         kv_stride_b=np.int64(kv_strides[0]),
         kv_stride_k=np.int64(kv_strides[1]),

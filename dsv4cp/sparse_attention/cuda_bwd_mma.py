@@ -35,7 +35,7 @@ def _shared_bytes(dim: int, tile: tuple[int, int, int]) -> int:
     return 2 * dim * (2 * rows + keys) + 4 * rows * keys + 8 * keys + 8 * rows
 
 
-def _defines(dtype: str, dim: int, tile: tuple[int, int, int], parts: int, deterministic: bool) -> dict[str, Any]:
+def _defines(dtype: str, dim: int, tile: tuple[int, int, int], parts: int, deterministic: int) -> dict[str, Any]:
     rows, keys, warps = tile
     return {
         "ELEMENT": ELEMENTS[dtype],
@@ -49,16 +49,17 @@ def _defines(dtype: str, dim: int, tile: tuple[int, int, int], parts: int, deter
     }
 
 
-# For the tests that compile: every tile with every part in both kinds of sums; float16, whose overflow is looked for,
-# with the largest tile.
+# For the tests that compile: every tile with both kinds of sums; the parts of a divided call, which keep fewer numbers
+# in registers, for the largest head_dim; float16, whose overflow is looked for, with the largest tile.
 VARIANTS = {
     FILE: [
-        _defines(dtype, dim, tile, parts, deterministic)
-        for dim, tiles in TILES.items()
-        for number, tile in enumerate(tiles)
-        for parts, deterministic in ((BOTH, False), (BOTH, True), (GRAD_Q, False), (SUMS, False), (SUMS, True))
-        for dtype in ELEMENTS
-        if dtype == "bfloat16" or (number == 0 and parts != GRAD_Q)
+        *(_defines("bfloat16", dim, tile, BOTH, fixed) for dim in TILES for tile in TILES[dim] for fixed in (0, 1)),
+        *(
+            _defines("bfloat16", 512, tile, parts, fixed)
+            for tile in TILES[512]
+            for parts, fixed in ((GRAD_Q, 0), (SUMS, 0), (SUMS, 1))
+        ),
+        *(_defines("float16", 512, TILES[512][0], parts, 1) for parts in (BOTH, SUMS)),
     ]
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from . import contract
 from .contract import Spec
@@ -20,12 +20,9 @@ class Layout:
     log2_total: int  # float32 [B, S, H]
     delta: int  # float32 [B, S, H]
     sink_parts: int  # float32 [ceil(B S / SINK_QUERIES), H]
-    key_part: int  # float32 [B, S]; this and the next six for sums of fixed order alone
+    key_part: int  # float32 [B, S]; this and the next three for sums of fixed order alone
     rest: int  # float32 [B, S]
-    counts: int  # uint32 [B, K]
-    most_key_part: int  # uint32 [B, K]
-    most_rest: int  # uint32 [B, K]
-    counts_end: int
+    bounds: int  # uint32 [B, K, 4]
     exponents: int  # int32 [B, K]
     sums: int  # float32 or int64 [batch rows, key rows, D] of a pass
     size: int
@@ -47,13 +44,14 @@ def layout(spec: Spec, deterministic: bool, cap: int) -> Layout:
             batch_rows, key_rows = 1, cap // row // KEY_STEP * KEY_STEP
     per_head, per_query, per_key = (4 * spec.batch * n for n in (spec.queries * spec.heads, spec.queries, spec.keys))
     sink_parts = 4 * -(-spec.batch * spec.queries // SINK_QUERIES) * spec.heads
-    bounds = (per_query, per_query, per_key, per_key, per_key, 0, per_key) if deterministic else (0,) * 7
+    bounds = (per_query, per_query, 4 * per_key, per_key) if deterministic else (0,) * 4
     sums = (8 if deterministic else 4) * batch_rows * key_rows * spec.dim
-    offsets, at = [], 0
-    for size in (per_head, per_head, sink_parts, *bounds, sums):
-        offsets.append(at)
+    sizes = [per_head, per_head, sink_parts, *bounds, sums]
+    offsets, at = {}, 0
+    for field, size in zip(fields(Layout), sizes, strict=False):
+        offsets[field.name] = at
         at += -(-size // 256) * 256
-    return Layout(*offsets, at, batch_rows, key_rows)
+    return Layout(**offsets, size=at, batch_rows=batch_rows, key_rows=key_rows)
 
 
 def passes(spec: Spec, plan: Layout) -> Iterator[tuple[int, int, int, int, int]]:

@@ -97,7 +97,7 @@ def small_cases(path: str, seconds: float) -> None:
 
 
 def bits(path: str) -> None:
-    """Deterministic: the same bits again, beside other work, under any cap; and those of atomic's grad_q, grad_sinks."""
+    """Deterministic: the same bits again, beside other work, under any cap; and atomic's of grad_q and grad_sinks."""
     busy, noise = cupy.cuda.Stream(non_blocking=True), cupy.ones((4096, 4096), np.float32)
     for s, h, d, k, t in ((512, 64, 512, 600, 300), (256, 128, 512, 300, 200), (256, 20, 128, 300, 150)):
         call = prepared(random_inputs(b=2, s=s, h=h, d=d, k=k, t=t), d**-0.5)
