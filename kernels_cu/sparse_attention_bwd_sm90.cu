@@ -1,0 +1,544 @@
+// Sparse attention backward on Hopper: clusters of two blocks, D 512, bfloat16 or float16, 64 heads at a time.
+// archs: 90a
+// hot: sparse_attention_bwd_sm90
+#ifndef ELEMENT
+#define ELEMENT BFloat16
+#endif
+#include "fixed_sum.cuh"
+#include "sparse_attention_bwd_sm90.cuh"
+
+#ifndef DETERMINISTIC
+#define DETERMINISTIC 0
+#endif
+typedef ELEMENT Element;
+typedef Element::storage element;
+
+static const int HEAD_DIM = 512, HALF = 256, HEADS = 64, OWN_HEADS = 32, SLOTS = 64;
+#ifndef Q_STAGES
+#define Q_STAGES 2
+#endif
+#ifndef STAGES
+#define STAGES 2
+#endif
+#ifndef SCATTER
+#define SCATTER 1
+#endif
+#ifndef ORDER
+#define ORDER 0
+#endif
+static const int ID_STAGES = 8, GATHER_WARPS = 3, THREADS = 512;
+static const int SCORE_REGISTERS = 128, PRODUCT_REGISTERS = 168, PRODUCER_REGISTERS = 48;
+static const u32 KEY_CHUNK = SLOTS * 128, KEY_BYTES = 4 * KEY_CHUNK;   // 64 columns of the rows; all
+static const u32 X_CHUNK = 2 * HEADS * 128, X_BYTES = 4 * X_CHUNK;     // the same of the stacked Q and dO
+static const u32 BOX = OWN_HEADS * 128, P_TILE = SLOTS * HEADS * 2, SENT_BYTES = SLOTS * HEADS * 4;
+static const u32 AT_KEYS = Q_STAGES * X_BYTES, AT_DS = AT_KEYS + STAGES * KEY_BYTES, AT_P = AT_DS + P_TILE;
+static const u32 AT_SENT = AT_P + P_TILE, AT_IDS = AT_SENT + SENT_BYTES, AT_ID_META = AT_IDS + ID_STAGES * SLOTS * 4;
+static const u32 AT_KEY_META = AT_ID_META + ID_STAGES * 4, AT_BARS = (AT_KEY_META + STAGES * 4 + 7) / 8 * 8;
+static const int BAR_X_FULL = 0, BAR_X_FREE = BAR_X_FULL + Q_STAGES, BAR_KEY_FULL = BAR_X_FREE + Q_STAGES;
+static const int BAR_KEY_FREE = BAR_KEY_FULL + STAGES, BAR_ID_FULL = BAR_KEY_FREE + STAGES, BAR_ID_FREE = BAR_ID_FULL + ID_STAGES;
+static const int BAR_SENT_FULL = BAR_ID_FREE + ID_STAGES, BAR_SENT_FREE = BAR_SENT_FULL + 1, BAR_P_FULL = BAR_SENT_FREE + 1;
+static const int BAR_P_FREE = BAR_P_FULL + 1, BARS = BAR_P_FREE + 1;
+#if SCATTER == 2
+static const u32 STAGING_ROW = 512 + 32, AT_STAGING = (AT_BARS + BARS * 8 + 127) / 128 * 128;
+static const u32 AT_CLOCKS = AT_STAGING + 128 * STAGING_ROW;
+#else
+static const u32 AT_CLOCKS = AT_BARS + BARS * 8;
+#endif
+#ifdef CLOCKS
+static const u32 SHARED = AT_CLOCKS + 128;
+__device__ u64 clock_sums[32];
+#else
+static const u32 SHARED = AT_CLOCKS;
+#endif
+#ifdef SHARED_BYTES
+static_assert(SHARED == SHARED_BYTES, "what cuda_bwd_sm90.py asks for");
+#endif
+__device__ u32 shared_needed = SHARED;
+
+static const u32 LAST = 0x10000;  // flag beside a block's slot count
+#define INFINITE __int_as_float(0x7f800000)
+
+// Where time goes, in builds that ask: clocks since the previous reading, added to a role's counter by one thread.
+#ifdef CLOCKS
+struct Clock {
+    u32 at, last;
+    bool mine;
+    DEVICE Clock(u32 shared, bool mine) : at(shared + AT_CLOCKS), last(clock()), mine(mine) {}
+    DEVICE void read(int n) {
+        const u32 now = clock();
+        if (mine) store_u32(at + n * 4, load_u32(at + n * 4) + now - last);
+        last = now;
+    }
+};
+#else
+struct Clock {
+    DEVICE Clock(u32, bool) {}
+    DEVICE void read(int) {}
+};
+#endif
+
+struct Call {
+    const TensorMap *q_map, *grad_out_map;
+    const element* kv;
+    const int* ids;
+    const float *log2_total, *delta;
+    element* grad_q;
+    void* sums;
+    int* exponents;
+    i64 kv_stride_b, kv_stride_k;
+    int queries, heads, keys, slots, groups, items, key_first, key_last, parts;
+    float scale, scale2;
+    u32 half;            // of the columns: the block's rank in its cluster
+    int first, step;     // the cluster's items: first, first + step, ...
+    DEVICE int query(int item) const {
+        const int n = item / groups;
+#if ORDER == 1
+        const int each = (items / groups + step - 1) / step, at = n / step, c = (n % step + at * 7) % step;
+        const int q = c * each + at;
+        return q < items / groups ? q : 0;
+#else
+        return n;
+#endif
+    }
+    DEVICE int first_head(int item) const { return item % groups * HEADS; }
+};
+
+// ---- Index warp ----------------------------------------------------------------------------------------
+
+// Q and dO of an item, 256 columns: rows of this block's 32 heads of Q, the same of dO, then the other 32 heads of both.
+// Heads beyond H arrive as zeros. One thread.
+DEVICE void load_heads(const Call& p, u32 to, u32 bar, int item) {
+    const int query = p.query(item), h0 = p.first_head(item), s = query % p.queries, b = query / p.queries;
+    bar_arrive_expecting(bar, X_BYTES);
+#pragma unroll 1
+    for (int c = 0; c < 4; c++, to += X_CHUNK) {
+        const int column = p.half * HALF + c * 64, own = h0 + p.half * OWN_HEADS, other = h0 + (1 - p.half) * OWN_HEADS;
+        load_box(to, p.q_map, column, own, s, b, bar);
+        load_box(to + BOX, p.grad_out_map, column, own, s, b, bar);
+        load_box(to + 2 * BOX, p.q_map, column, other, s, b, bar);
+        load_box(to + 3 * BOX, p.grad_out_map, column, other, s, b, bar);
+    }
+}
+
+// Valid ids, in slot order, in blocks of SLOTS; the last block of an item carries the flag LAST.
+DEVICE void index_warp(const Call& p, u32 shared, u32 bars, int lane) {
+    int stage = 0, x_stage = 0;
+    u32 parity = 1, x_parity = 1;
+    for (int item = p.first; item < p.items; item += p.step) {
+        const int* row = p.ids + (i64)p.query(item) * p.slots;
+        int have = 0, next[4];
+#pragma unroll
+        for (int u = 0; u < 4; u++) next[u] = u * 32 + lane < p.slots ? __ldg(row + u * 32 + lane) : -1;
+        wait(bars + (BAR_X_FREE + x_stage) * 8, x_parity);
+        if (lane == 0) load_heads(p, shared + x_stage * X_BYTES, bars + (BAR_X_FULL + x_stage) * 8, item);
+        __syncwarp();
+        if (++x_stage == Q_STAGES) x_stage = 0, x_parity ^= 1;
+        wait(bars + (BAR_ID_FREE + stage) * 8, parity);
+        for (int first = 0; first < p.slots; first += 128) {
+            int id[4];
+#pragma unroll
+            for (int u = 0; u < 4; u++) {
+                const i64 slot = (i64)first + 128 + u * 32 + lane;
+                id[u] = next[u];
+                next[u] = slot < p.slots ? __ldg(row + slot) : -1;
+            }
+#pragma unroll
+            for (int u = 0; u < 4; u++) {
+                const bool valid = (u32)id[u] < (u32)p.keys;  // negative ids are large as unsigned
+                const u32 mask = __ballot_sync(FULL_WARP, valid);
+                const int at = have + __popc(mask & ((1u << lane) - 1));
+                if (valid && at < SLOTS) store_u32(shared + AT_IDS + (stage * SLOTS + at) * 4, id[u]);
+                have += __popc(mask);
+                if (have > SLOTS) {  // more than a block: hand it out, begin the next with what is over
+                    if (lane == 0) store_u32(shared + AT_ID_META + stage * 4, SLOTS);
+                    __syncwarp();
+                    if (lane == 0) bar_arrive(bars + (BAR_ID_FULL + stage) * 8);
+                    if (++stage == ID_STAGES) stage = 0, parity ^= 1;
+                    wait(bars + (BAR_ID_FREE + stage) * 8, parity);
+                    if (valid && at >= SLOTS) store_u32(shared + AT_IDS + (stage * SLOTS + at - SLOTS) * 4, id[u]);
+                    have -= SLOTS;
+                }
+            }
+        }
+        if (lane == 0) store_u32(shared + AT_ID_META + stage * 4, have | LAST);
+        __syncwarp();
+        if (lane == 0) bar_arrive(bars + (BAR_ID_FULL + stage) * 8);
+        if (++stage == ID_STAGES) stage = 0, parity ^= 1;
+    }
+}
+
+// ---- Gather warps --------------------------------------------------------------------------------------
+
+// Half a key row (512 bytes) is one copy of 16 bytes a lane. Groups of 8 rows go to the warps in turn.
+DEVICE void gather_warp(const Call& p, u32 shared, u32 bars, int warp, int lane) {
+    int stage = 0, id_stage = 0;
+    u32 parity = 1, id_parity = 0;
+    Clock clock(shared, warp == 0 && lane == 0);
+    for (int item = p.first; item < p.items; item += p.step) {
+        const element* kv = p.kv + p.query(item) / p.queries * p.kv_stride_b + p.half * HALF + lane * 8;
+        bool more = true;
+        while (more) {
+            wait(bars + (BAR_ID_FULL + id_stage) * 8, id_parity);
+            const u32 meta = load_u32(shared + AT_ID_META + id_stage * 4);
+            clock.read(0);
+            wait(bars + (BAR_KEY_FREE + stage) * 8, parity);
+            clock.read(1);
+            const u32 ids = shared + AT_IDS + id_stage * SLOTS * 4;
+            const u32 tile = shared + AT_KEYS + stage * KEY_BYTES + (lane >> 3) * KEY_CHUNK + ((lane & 7) << 4);
+            const int count = meta & 0xffff;
+#pragma unroll 1
+            for (int i = warp * 8; i < SLOTS; i += GATHER_WARPS * 8) {
+                int id[8];  // read before the first copy is issued: the copies then follow each other at once
+#pragma unroll
+                for (int k = 0; k < 8; k += 4)
+                    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                                 : "=r"(id[k]), "=r"(id[k + 1]), "=r"(id[k + 2]), "=r"(id[k + 3])
+                                 : "r"(ids + (i + k) * 4)
+                                 : "memory");
+#pragma unroll
+                for (int k = 0; k < 8; k++) {
+                    const int bytes = i + k < count ? 16 : 0;  // rows that do not exist are zero-filled
+                    copy16((tile + (i + k) * 128) ^ (k << 4), kv + (i64)(bytes ? id[k] : 0) * p.kv_stride_k, bytes);
+                }
+            }
+            bar_arrive_after_copies(bars + (BAR_KEY_FULL + stage) * 8);
+            if (warp == 0 && lane == 0) {
+                store_u32(shared + AT_KEY_META + stage * 4, meta);
+                bar_arrive(bars + (BAR_KEY_FULL + stage) * 8);
+            }
+            __syncwarp();  // every lane has read its ids
+            if (lane == 0) bar_arrive(bars + (BAR_ID_FREE + id_stage) * 8);
+            more = !(meta & LAST);
+            if (++stage == STAGES) stage = 0, parity ^= 1;
+            if (++id_stage == ID_STAGES) id_stage = 0, id_parity ^= 1;
+            clock.read(2);
+        }
+    }
+}
+
+// ---- Score warpgroup -----------------------------------------------------------------------------------
+
+// [S | dP] of 64 slots over this block's columns: column groups of 8, first this block's heads of S and of dP, then the
+// other block's.
+DEVICE void scores(float (&s)[64], u32 keys, u32 x) {
+    u64 a = operand(keys, 16, 1024), b = operand(x, 16, 1024);
+    fence_async();
+    wgmma_begin();
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+        wgmma_m64n128k16_ss<0, 0>(s, a + (((i >> 2) * KEY_CHUNK + (i & 3) * 32) >> 4), b + (((i >> 2) * X_CHUNK + (i & 3) * 32) >> 4), i > 0);
+    wgmma_end();
+    wgmma_wait();
+}
+
+// p = 2^(scale2 s - L) and dS = scale p (dP - delta) of row g (e 0) and g + 8 (e 2), packed: pairs of heads 8 j + 2 c.
+DEVICE void softmax(const Call& p, const float (&s)[64], const float (&total)[8], const float (&delta)[8], bool exists, int e, u32 (&p2)[4],
+                    u32 (&ds2)[4]) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        float w[2], ds[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            w[i] = exp2_fast(__fmul_rn(s[j * 4 + e + i], p.scale2) - total[j * 2 + i]);
+            ds[i] = p.scale * (w[i] * (s[16 + j * 4 + e + i] - delta[j * 2 + i]));
+            if (!exists) w[i] = ds[i] = 0.f;
+        }
+        p2[j] = Element::pack2(w[0], w[1]);
+        ds2[j] = Element::pack2(ds[0], ds[1]);
+    }
+}
+
+DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars, int thread) {
+    const int lane = thread & 31, row = (thread >> 5) * 16 + (lane >> 2);
+    const u32 there = remote(shared, p.half ^ 1), bars_there = there + AT_BARS;
+    int stage = 0, x_stage = 0;
+    u32 parity = 0, x_parity = 0, turn = 0;  // of the buffers with one stage: the parity of the block's number
+    Clock clock(shared, thread == 0);
+    for (int item = p.first; item < p.items; item += p.step) {
+        float total[8], delta[8];
+        const i64 first = (i64)p.query(item) * p.heads;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const int h = p.first_head(item) + p.half * OWN_HEADS + (i >> 1) * 8 + (lane & 3) * 2 + (i & 1);
+            total[i] = h < p.heads ? __ldg(p.log2_total + first + h) : INFINITE;  // p of a head that does not exist is 0
+            delta[i] = h < p.heads ? __ldg(p.delta + first + h) : 0.f;
+        }
+        wait(bars + (BAR_X_FULL + x_stage) * 8, x_parity);
+        clock.read(4);
+        u32 meta;
+        do {
+            float s[64];
+            wait(bars + (BAR_KEY_FULL + stage) * 8, parity);
+            clock.read(5);
+            scores(s, shared + AT_KEYS + stage * KEY_BYTES, shared + x_stage * X_BYTES);
+            meta = load_u32(shared + AT_KEY_META + stage * 4);
+            clock.read(6);
+            if (++stage == STAGES) stage = 0, parity ^= 1;
+            wait(bars + BAR_SENT_FREE * 8, turn ^ 1);
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                store_async(there + AT_SENT + i * 2048 + thread * 16, __float_as_uint(s[32 + i * 4]), __float_as_uint(s[33 + i * 4]),
+                            __float_as_uint(s[34 + i * 4]), __float_as_uint(s[35 + i * 4]), bars_there + BAR_SENT_FULL * 8);
+            if (thread == 0) bar_arrive_expecting(bars + BAR_SENT_FULL * 8, SENT_BYTES);
+            clock.read(7);
+            wait(bars + BAR_SENT_FULL * 8, turn);
+            clock.read(8);
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                float a, b, c, d;
+                load_float4(shared + AT_SENT + i * 2048 + thread * 16, a, b, c, d);
+                s[i * 4] += a, s[i * 4 + 1] += b, s[i * 4 + 2] += c, s[i * 4 + 3] += d;
+            }
+            __syncwarp();
+            if (lane == 0) bar_arrive_remote(bars_there + BAR_SENT_FREE * 8);
+            u32 w[2][4], ds[2][4];
+            const int count = meta & 0xffff;
+            softmax(p, s, total, delta, row < count, 0, w[0], ds[0]);
+            softmax(p, s, total, delta, row + 8 < count, 2, w[1], ds[1]);
+            clock.read(9);
+            wait(bars + BAR_P_FREE * 8, turn ^ 1);
+            clock.read(10);
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                transpose_quad(w[e], lane);
+                transpose_quad(ds[e], lane);
+                const u32 at = AT_DS + (row + e * 8) * 128, here = at + (((lane & 3) ^ (row & 7)) << 4), other = at + (((4 + (lane & 3)) ^ (row & 7)) << 4);
+                store_u32x4(shared + here, ds[e]);
+                store_u32x4(shared + here + P_TILE, w[e]);
+                store_async(there + other, ds[e][0], ds[e][1], ds[e][2], ds[e][3], bars_there + BAR_P_FULL * 8);
+                store_async(there + other + P_TILE, w[e][0], w[e][1], w[e][2], w[e][3], bars_there + BAR_P_FULL * 8);
+            }
+            fence_async();
+            __syncwarp();
+            if (thread == 0) bar_arrive_expecting(bars + BAR_P_FULL * 8, P_TILE);
+            else if (lane == 0) bar_arrive(bars + BAR_P_FULL * 8);
+            turn ^= 1;
+            clock.read(11);
+        } while (!(meta & LAST));
+        if (++x_stage == Q_STAGES) x_stage = 0, x_parity ^= 1;
+    }
+}
+
+// ---- Product warpgroups --------------------------------------------------------------------------------
+
+// dQ += dS K, both halves of the heads in the order of dS's columns.
+DEVICE void add_queries(float (&dq)[64], u32 ds, u32 keys, int accumulate) {
+    const u64 a = operand(ds, 16, 1024), b = operand(keys, KEY_CHUNK, 1024);
+#pragma unroll
+    for (int k = 0; k < 4; k++) wgmma_m64n128k16_ss<1, 1>(dq, a + (k * 2048 >> 4), b + (k * 2048 >> 4), k | accumulate);
+}
+
+// dKV = dS^T Q + P^T dO: 16 heads a step.
+DEVICE void multiply_keys(float (&dkv)[64], u32 ds, u32 x) {
+    const u64 a = operand(ds, 16, 1024), b = operand(x, X_CHUNK, 1024);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const u32 heads = (i & 3) * 16, row = (i >> 2) * OWN_HEADS + heads + (heads >= OWN_HEADS ? OWN_HEADS : 0);
+        wgmma_m64n128k16_ss<0, 1>(dkv, a + (((i >> 2) * P_TILE + heads * 2) >> 4), b + (row * 128 >> 4), i > 0);
+    }
+}
+
+#if DETERMINISTIC
+// Adds the rows g and g + 8 of 128 columns as integers. The lanes of a quad trade, so that together they add 4 neighbours.
+DEVICE void scatter(const float (&o)[64], i64* row0, i64* row1, int* exponent0, int* exponent1, u32, int lane) {
+    const bool first = ((lane ^ (lane >> 1)) & 1) == 0;  // of its two columns, this lane sends the first one first
+    const int base = lane & 28, c = lane & 3, from0 = base | (0x78 >> c * 2 & 3), from1 = base | (0xd2 >> c * 2 & 3);
+#pragma unroll
+    for (int e = 0; e < 4; e += 2) {
+        i64* row = e ? row1 : row0;
+        int* exponent = e ? exponent1 : exponent0;
+        const float factor = row ? fixed_factor(__ldg(exponent)) : 0.f;
+        u32 most = 0;
+#pragma unroll
+        for (int j = 0; j < 16; j++) {
+            const float a = o[j * 4 + e], b = o[j * 4 + e + 1];
+            most = max(most, max(ordered_bits(a), ordered_bits(b)));
+            const float x = __shfl_sync(FULL_WARP, first ? a : b, from0), y = __shfl_sync(FULL_WARP, first ? b : a, from1);
+            if (row) {
+                add_fixed(row + j * 8, to_fixed(first ? x : y, factor));
+                add_fixed(row + j * 8 + 4, to_fixed(first ? y : x, factor));
+            }
+        }
+        if (row && most >= 0x7f800000u) atomicMax(exponent, FIXED_BROKEN);
+    }
+}
+#elif SCATTER == 2
+DEVICE void scatter(const float (&o)[64], float* row0, float* row1, u32 staging, int lane) {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    __syncwarp();
+    const u32 at = staging + (lane >> 2) * STAGING_ROW + (lane & 3) * 8;
+#pragma unroll
+    for (int j = 0; j < 16; j++) {
+        asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(at + j * 32), "f"(o[j * 4]), "f"(o[j * 4 + 1]) : "memory");
+        asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(at + j * 32 + 8 * STAGING_ROW), "f"(o[j * 4 + 2]), "f"(o[j * 4 + 3]) : "memory");
+    }
+    fence_async();
+    __syncwarp();
+    if ((lane & 3) == 0) {
+        if (row0) asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], 512;" ::"l"(row0), "r"(at) : "memory");
+        if (row1) asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], 512;" ::"l"(row1), "r"(at + 8 * STAGING_ROW) : "memory");
+        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    }
+}
+#else
+// Adds the rows g and g + 8 of 128 columns. The lanes of a pair trade, so that each instruction adds 64 bytes to a row.
+DEVICE void scatter(const float (&o)[64], float* row0, float* row1, u32, int lane) {
+    const bool odd = lane & 1;
+#pragma unroll
+    for (int j = 0; j < 16; j += 2) {
+#pragma unroll
+        for (int e = 0; e < 4; e += 2) {
+            const float s0 = __shfl_xor_sync(FULL_WARP, odd ? o[j * 4 + e] : o[j * 4 + 4 + e], 1);
+            const float s1 = __shfl_xor_sync(FULL_WARP, odd ? o[j * 4 + e + 1] : o[j * 4 + 5 + e], 1);
+            float* to = (e ? row1 : row0);
+#if SCATTER == 0
+            if (to && __float_as_uint(s0) == 0x12345678) add4(to, s0, s1, s0, s1);
+#else
+            if (to) add4(to + j * 8, odd ? s0 : o[j * 4 + e], odd ? s1 : o[j * 4 + e + 1], odd ? o[j * 4 + 4 + e] : s0, odd ? o[j * 4 + 5 + e] : s1);
+#endif
+        }
+    }
+}
+#endif
+
+// 128 columns of dQ, rows g and g + 8 of this thread.
+DEVICE void store_columns(const float (&o)[64], element* row0, element* row1, int lane) {
+#pragma unroll
+    for (int g = 0; g < 8; g++) {
+        u32 v[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int n = ((g >> 1) * 4 + i) * 4 + (g & 1) * 2;
+            v[i] = Element::pack2(o[n], o[n + 1]);
+        }
+        transpose_quad(v, lane);
+        element* to = (g & 1) ? row1 : row0;
+        if (to)
+            asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to + (g >> 1) * 32), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+    }
+}
+
+#if DETERMINISTIC
+typedef i64 sum_type;
+#define COLUMN(lane) (lane & 3)
+#elif SCATTER == 2
+typedef float sum_type;
+#define COLUMN(lane) 0
+#else
+typedef float sum_type;
+#define COLUMN(lane) ((lane & 1) * 8 + ((lane & 2) << 1))
+#endif
+DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns, int thread) {
+    const int lane = thread & 31, row = (thread >> 5) * 16 + (lane >> 2);
+    const u32 p_free_there = remote(bars + BAR_P_FREE * 8, p.half ^ 1);
+    int stage = 0, x_stage = 0, id_stage = 0;
+    u32 turn = 0;
+    Clock clock(shared, thread == 0);
+    const int c0 = 12 + columns * 8;
+    for (int item = p.first; item < p.items; item += p.step) {
+        float dq[64];
+        int accumulate = 0;
+        u32 meta;
+        const i64 batch = p.query(item) / p.queries;
+        sum_type* sums = (sum_type*)p.sums + (batch * (p.key_last - p.key_first) - p.key_first) * HEAD_DIM + p.half * HALF + columns * 128 + COLUMN(lane);
+        do {
+            wait(bars + BAR_P_FULL * 8, turn);
+            clock.read(c0);
+            fence_async();
+            float dkv[64];
+            wgmma_begin();
+            add_queries(dq, shared + AT_DS, shared + AT_KEYS + stage * KEY_BYTES + columns * 2 * KEY_CHUNK, accumulate);
+            wgmma_end();
+            multiply_keys(dkv, shared + AT_DS, shared + x_stage * X_BYTES + columns * 2 * X_CHUNK);
+            wgmma_end();
+            meta = load_u32(shared + AT_ID_META + id_stage * 4);
+            const int count = meta & 0xffff;
+            const u32 ids = shared + AT_IDS + (id_stage * SLOTS + row) * 4;
+            const int id0 = row < count ? (int)load_u32(ids) : -1, id1 = row + 8 < count ? (int)load_u32(ids + 32) : -1;
+            sum_type* row0 = id0 >= p.key_first && id0 < p.key_last ? sums + (i64)id0 * HEAD_DIM : nullptr;
+            sum_type* row1 = id1 >= p.key_first && id1 < p.key_last ? sums + (i64)id1 * HEAD_DIM : nullptr;
+            __syncwarp();
+            if (lane == 0) bar_arrive(bars + (BAR_ID_FREE + id_stage) * 8);
+            wgmma_wait_but<1>();
+            if (lane == 0) bar_arrive(bars + (BAR_KEY_FREE + stage) * 8);
+            clock.read(c0 + 1);
+            wgmma_wait();
+            if (lane == 0) {
+                bar_arrive(bars + BAR_P_FREE * 8);
+                bar_arrive_remote(p_free_there);
+                if (meta & LAST) bar_arrive(bars + (BAR_X_FREE + x_stage) * 8);
+            }
+            clock.read(c0 + 2);
+#if DETERMINISTIC
+            int* exponents = p.exponents + batch * p.keys;
+            scatter(dkv, row0, row1, exponents + id0, exponents + id1, 0, lane);
+#elif SCATTER == 2
+            scatter(dkv, row0, row1, shared + AT_STAGING + (columns * 64 + (thread >> 5) * 16) * STAGING_ROW, lane);
+#else
+            scatter(dkv, row0, row1, 0, lane);
+#endif
+            clock.read(c0 + 3);
+            accumulate = 1;
+            turn ^= 1;
+            if (++stage == STAGES) stage = 0;
+            if (++id_stage == ID_STAGES) id_stage = 0;
+        } while (!(meta & LAST));
+        if (++x_stage == Q_STAGES) x_stage = 0;
+        // Rows 0..31 are this block's heads, 32..63 the other's.
+        const int h = p.first_head(item) + ((row >> 5) ^ p.half) * OWN_HEADS + (row & 31);
+        element* to = p.grad_q + ((i64)p.query(item) * p.heads + h) * HEAD_DIM + p.half * HALF + columns * 128 + (lane & 3) * 8;
+        if (p.parts & 1) store_columns(dq, h < p.heads ? to : nullptr, h + 8 < p.heads ? to + 8 * HEAD_DIM : nullptr, lane);
+        clock.read(c0 + 4);
+    }
+}
+
+// ---- Kernel --------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1) sparse_attention_bwd_sm90(
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap grad_out_map, const element* kv, const int* ids,
+    const float* log2_total, const float* delta, element* grad_q, void* sums, int* exponents, i64 kv_stride_b, i64 kv_stride_k, int batch, int queries,
+    int heads, int keys, int slots, int key_first, int key_last, int parts, float scale, float scale2) {
+    extern __shared__ __align__(1024) unsigned char dynamic[];
+    const u32 shared = (u32)__cvta_generic_to_shared(dynamic), bars = shared + AT_BARS;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, groups = (heads + HEADS - 1) / HEADS;
+    const Call p = {&q_map, &grad_out_map, kv, ids, log2_total, delta, grad_q, sums, exponents, kv_stride_b, kv_stride_k, queries, heads, keys, slots,
+                    groups, batch * queries * groups, key_first, key_last, parts, scale, scale2, cluster_rank(),
+                    (int)blockIdx.x / 2, (int)gridDim.x / 2};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < Q_STAGES; i++) bar_init(bars + (BAR_X_FULL + i) * 8, 1), bar_init(bars + (BAR_X_FREE + i) * 8, 8);
+        for (int i = 0; i < STAGES; i++) {
+            bar_init(bars + (BAR_KEY_FULL + i) * 8, GATHER_WARPS * 32 + 1);
+            bar_init(bars + (BAR_KEY_FREE + i) * 8, 8);
+        }
+        for (int i = 0; i < ID_STAGES; i++) {
+            bar_init(bars + (BAR_ID_FULL + i) * 8, 1);
+            bar_init(bars + (BAR_ID_FREE + i) * 8, GATHER_WARPS + 8);
+        }
+        bar_init(bars + BAR_SENT_FULL * 8, 1);
+        bar_init(bars + BAR_SENT_FREE * 8, 4);
+        bar_init(bars + BAR_P_FULL * 8, 4);
+        bar_init(bars + BAR_P_FREE * 8, 16);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+#ifdef CLOCKS
+    if (threadIdx.x < 32) store_u32(shared + AT_CLOCKS + threadIdx.x * 4, 0);
+#endif
+    __syncthreads();
+    cluster_sync();  // barriers are initialised before anyone, here or in the other block, uses them
+    if (warp < 4) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(SCORE_REGISTERS));
+        score_warpgroup(p, shared, bars, threadIdx.x);
+    } else if (warp < 12) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(PRODUCT_REGISTERS));
+        product_warpgroup(p, shared, bars, warp >= 8, threadIdx.x & 127);
+    } else {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        if (warp == 12 + GATHER_WARPS) index_warp(p, shared, bars, lane);
+        else gather_warp(p, shared, bars, warp - 12, lane);
+    }
+    __syncwarp();
+    cluster_sync();  // the other block may still write here, and arrive at barriers
+#ifdef CLOCKS
+    if (threadIdx.x < 32) atomicAdd(&clock_sums[threadIdx.x], (u64)load_u32(shared + AT_CLOCKS + threadIdx.x * 4));
+#endif
+}
