@@ -14,14 +14,31 @@ typedef ELEMENT Element;
 typedef Element::storage element;
 
 static const int HEAD_DIM = 512, HALF = 256, HEADS = 64, OWN_HEADS = 32, SLOTS = 64;
+#ifndef HEAD_BLOCKS
+#define HEAD_BLOCKS 1
+#endif
 #ifndef Q_STAGES
-#define Q_STAGES 2
+#define Q_STAGES (3 - HEAD_BLOCKS)
 #endif
 #ifndef STAGES
-#define STAGES 2
+#define STAGES (1 + HEAD_BLOCKS)
 #endif
+static const int CLUSTER = 2 * HEAD_BLOCKS;
+static const int GROUPS = 16 / HEAD_BLOCKS;  // of 8 columns, that a product warpgroup adds to the sums
 #ifndef SCATTER
 #define SCATTER 1
+#endif
+#ifndef TURNS
+#define TURNS 1
+#endif
+#ifndef FENCES
+#define FENCES 1
+#endif
+#ifndef SPLIT
+#define SPLIT 1
+#endif
+#ifndef OWN_FIRST
+#define OWN_FIRST 2
 #endif
 #ifndef ORDER
 #define ORDER 0
@@ -32,15 +49,17 @@ static const u32 KEY_CHUNK = SLOTS * 128, KEY_BYTES = 4 * KEY_CHUNK;   // 64 col
 static const u32 X_CHUNK = 2 * HEADS * 128, X_BYTES = 4 * X_CHUNK;     // the same of the stacked Q and dO
 static const u32 BOX = OWN_HEADS * 128, P_TILE = SLOTS * HEADS * 2, SENT_BYTES = SLOTS * HEADS * 4;
 static const u32 AT_KEYS = Q_STAGES * X_BYTES, AT_DS = AT_KEYS + STAGES * KEY_BYTES, AT_P = AT_DS + P_TILE;
-static const u32 AT_SENT = AT_P + P_TILE, AT_IDS = AT_SENT + SENT_BYTES, AT_ID_META = AT_IDS + ID_STAGES * SLOTS * 4;
+static const u32 AT_SENT = AT_P + P_TILE, AT_TRADE = AT_SENT + SENT_BYTES, TRADE_BYTES = SLOTS * 64 * 4;
+static const u32 AT_IDS = AT_TRADE + (HEAD_BLOCKS - 1) * 2 * TRADE_BYTES, AT_ID_META = AT_IDS + ID_STAGES * SLOTS * 4;
 static const u32 AT_KEY_META = AT_ID_META + ID_STAGES * 4, AT_BARS = (AT_KEY_META + STAGES * 4 + 7) / 8 * 8;
 static const int BAR_X_FULL = 0, BAR_X_FREE = BAR_X_FULL + Q_STAGES, BAR_KEY_FULL = BAR_X_FREE + Q_STAGES;
 static const int BAR_KEY_FREE = BAR_KEY_FULL + STAGES, BAR_ID_FULL = BAR_KEY_FREE + STAGES, BAR_ID_FREE = BAR_ID_FULL + ID_STAGES;
 static const int BAR_SENT_FULL = BAR_ID_FREE + ID_STAGES, BAR_SENT_FREE = BAR_SENT_FULL + 1, BAR_P_FULL = BAR_SENT_FREE + 1;
-static const int BAR_P_FREE = BAR_P_FULL + 1, BARS = BAR_P_FREE + 1;
+static const int BAR_P_FREE = BAR_P_FULL + 1, BAR_TRADE_FULL = BAR_P_FREE + 1, BAR_TRADE_FREE = BAR_TRADE_FULL + 2;
+static const int BARS = HEAD_BLOCKS > 1 ? BAR_TRADE_FREE + 2 : BAR_TRADE_FULL;
 #if SCATTER == 2
 static const u32 STAGING_ROW = 512 + 32, AT_STAGING = (AT_BARS + BARS * 8 + 127) / 128 * 128;
-static const u32 AT_CLOCKS = AT_STAGING + 128 * STAGING_ROW;
+static const u32 AT_CLOCKS = AT_STAGING + 64 * STAGING_ROW;
 #else
 static const u32 AT_CLOCKS = AT_BARS + BARS * 8;
 #endif
@@ -88,7 +107,8 @@ struct Call {
     i64 kv_stride_b, kv_stride_k;
     int queries, heads, keys, slots, groups, items, key_first, key_last, parts;
     float scale, scale2;
-    u32 half;            // of the columns: the block's rank in its cluster
+    u32 rank, half;      // of the block in its cluster; of the columns
+    int head_block;
     int first, step;     // the cluster's items: first, first + step, ...
     DEVICE int query(int item) const {
         const int n = item / groups;
@@ -100,10 +120,12 @@ struct Call {
         return n;
 #endif
     }
-    DEVICE int first_head(int item) const { return item % groups * HEADS; }
+    DEVICE int first_head(int item) const { return (item % groups * HEAD_BLOCKS + head_block) * HEADS; }
 };
 
 // ---- Index warp ----------------------------------------------------------------------------------------
+
+// The second block of heads keeps its columns in another order, chunks 1 0 3 2: see trade().
 
 // Q and dO of an item, 256 columns: rows of this block's 32 heads of Q, the same of dO, then the other 32 heads of both.
 // Heads beyond H arrive as zeros. One thread.
@@ -112,7 +134,7 @@ DEVICE void load_heads(const Call& p, u32 to, u32 bar, int item) {
     bar_arrive_expecting(bar, X_BYTES);
 #pragma unroll 1
     for (int c = 0; c < 4; c++, to += X_CHUNK) {
-        const int column = p.half * HALF + c * 64, own = h0 + p.half * OWN_HEADS, other = h0 + (1 - p.half) * OWN_HEADS;
+        const int column = p.half * HALF + (c ^ p.head_block) * 64, own = h0 + p.half * OWN_HEADS, other = h0 + (1 - p.half) * OWN_HEADS;
         load_box(to, p.q_map, column, own, s, b, bar);
         load_box(to + BOX, p.grad_out_map, column, own, s, b, bar);
         load_box(to + 2 * BOX, p.q_map, column, other, s, b, bar);
@@ -184,7 +206,7 @@ DEVICE void gather_warp(const Call& p, u32 shared, u32 bars, int warp, int lane)
             wait(bars + (BAR_KEY_FREE + stage) * 8, parity);
             clock.read(1);
             const u32 ids = shared + AT_IDS + id_stage * SLOTS * 4;
-            const u32 tile = shared + AT_KEYS + stage * KEY_BYTES + (lane >> 3) * KEY_CHUNK + ((lane & 7) << 4);
+            const u32 tile = shared + AT_KEYS + stage * KEY_BYTES + ((lane >> 3) ^ p.head_block) * KEY_CHUNK + ((lane & 7) << 4);
             const int count = meta & 0xffff;
 #pragma unroll 1
             for (int i = warp * 8; i < SLOTS; i += GATHER_WARPS * 8) {
@@ -220,19 +242,18 @@ DEVICE void gather_warp(const Call& p, u32 shared, u32 bars, int warp, int lane)
 
 // [S | dP] of 64 slots over this block's columns: column groups of 8, first this block's heads of S and of dP, then the
 // other block's.
-DEVICE void scores(float (&s)[64], u32 keys, u32 x) {
-    u64 a = operand(keys, 16, 1024), b = operand(x, 16, 1024);
-    fence_async();
-    wgmma_begin();
+// Chunks FIRST..LAST - 1 of 64 columns.
+template <int FIRST, int LAST>
+DEVICE void add_scores(float (&s)[32], u32 keys, u32 x) {
+    const u64 a = operand(keys, 16, 1024), b = operand(x, 16, 1024);
 #pragma unroll
-    for (int i = 0; i < 16; i++)
-        wgmma_m64n128k16_ss<0, 0>(s, a + (((i >> 2) * KEY_CHUNK + (i & 3) * 32) >> 4), b + (((i >> 2) * X_CHUNK + (i & 3) * 32) >> 4), i > 0);
+    for (int i = FIRST * 4; i < LAST * 4; i++)
+        wgmma_m64n64k16_ss(s, a + (((i >> 2) * KEY_CHUNK + (i & 3) * 32) >> 4), b + (((i >> 2) * X_CHUNK + (i & 3) * 32) >> 4), i > 0);
     wgmma_end();
-    wgmma_wait();
 }
 
 // p = 2^(scale2 s - L) and dS = scale p (dP - delta) of row g (e 0) and g + 8 (e 2), packed: pairs of heads 8 j + 2 c.
-DEVICE void softmax(const Call& p, const float (&s)[64], const float (&total)[8], const float (&delta)[8], bool exists, int e, u32 (&p2)[4],
+DEVICE void softmax(const Call& p, const float (&s)[32], const float (&total)[8], const float (&delta)[8], bool exists, int e, u32 (&p2)[4],
                     u32 (&ds2)[4]) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -250,7 +271,7 @@ DEVICE void softmax(const Call& p, const float (&s)[64], const float (&total)[8]
 
 DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars, int thread) {
     const int lane = thread & 31, row = (thread >> 5) * 16 + (lane >> 2);
-    const u32 there = remote(shared, p.half ^ 1), bars_there = there + AT_BARS;
+    const u32 other_block = remote(shared, p.rank ^ 1);
     int stage = 0, x_stage = 0;
     u32 parity = 0, x_parity = 0, turn = 0;  // of the buffers with one stage: the parity of the block's number
     Clock clock(shared, thread == 0);
@@ -267,19 +288,38 @@ DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars, int thread) {
         clock.read(4);
         u32 meta;
         do {
-            float s[64];
+            float s[32], sent[32];
             wait(bars + (BAR_KEY_FULL + stage) * 8, parity);
             clock.read(5);
-            scores(s, shared + AT_KEYS + stage * KEY_BYTES, shared + x_stage * X_BYTES);
+            u32 keys = shared + AT_KEYS + stage * KEY_BYTES, x = shared + x_stage * X_BYTES, there = other_block;
+            asm volatile("" : "+r"(keys), "+r"(x), "+r"(there));  // what is computed from them is not kept across blocks
             meta = load_u32(shared + AT_KEY_META + stage * 4);
+            fence_async();
+            wgmma_begin();
+#if SPLIT
+            add_scores<0, 4>(sent, keys, x + HEADS * 128);
+            add_scores<0, OWN_FIRST>(s, keys, x);
+            wgmma_wait_but<1>();
+#else
+            {
+                const u64 a = operand(keys, 16, 1024), b = operand(x, 16, 1024);
+#pragma unroll
+                for (int i = 0; i < 16; i++)
+                    wgmma_m64n128k16_ss(s, sent, a + (((i >> 2) * KEY_CHUNK + (i & 3) * 32) >> 4), b + (((i >> 2) * X_CHUNK + (i & 3) * 32) >> 4), i > 0);
+                wgmma_end();
+                wgmma_wait();
+            }
+#endif
             clock.read(6);
             if (++stage == STAGES) stage = 0, parity ^= 1;
             wait(bars + BAR_SENT_FREE * 8, turn ^ 1);
-#pragma unroll
-            for (int i = 0; i < 8; i++)
-                store_async(there + AT_SENT + i * 2048 + thread * 16, __float_as_uint(s[32 + i * 4]), __float_as_uint(s[33 + i * 4]),
-                            __float_as_uint(s[34 + i * 4]), __float_as_uint(s[35 + i * 4]), bars_there + BAR_SENT_FULL * 8);
+            send<0>(there + AT_SENT + thread * 16, sent, there + AT_BARS + BAR_SENT_FULL * 8);
             if (thread == 0) bar_arrive_expecting(bars + BAR_SENT_FULL * 8, SENT_BYTES);
+#if SPLIT
+            wgmma_begin();
+            add_scores<OWN_FIRST, 4>(s, keys, x);
+            wgmma_wait();
+#endif
             clock.read(7);
             wait(bars + BAR_SENT_FULL * 8, turn);
             clock.read(8);
@@ -290,7 +330,7 @@ DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars, int thread) {
                 s[i * 4] += a, s[i * 4 + 1] += b, s[i * 4 + 2] += c, s[i * 4 + 3] += d;
             }
             __syncwarp();
-            if (lane == 0) bar_arrive_remote(bars_there + BAR_SENT_FREE * 8);
+            if (lane == 0) bar_arrive_remote(there + AT_BARS + BAR_SENT_FREE * 8);
             u32 w[2][4], ds[2][4];
             const int count = meta & 0xffff;
             softmax(p, s, total, delta, row < count, 0, w[0], ds[0]);
@@ -305,8 +345,8 @@ DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars, int thread) {
                 const u32 at = AT_DS + (row + e * 8) * 128, here = at + (((lane & 3) ^ (row & 7)) << 4), other = at + (((4 + (lane & 3)) ^ (row & 7)) << 4);
                 store_u32x4(shared + here, ds[e]);
                 store_u32x4(shared + here + P_TILE, w[e]);
-                store_async(there + other, ds[e][0], ds[e][1], ds[e][2], ds[e][3], bars_there + BAR_P_FULL * 8);
-                store_async(there + other + P_TILE, w[e][0], w[e][1], w[e][2], w[e][3], bars_there + BAR_P_FULL * 8);
+                store_async<0>(there + other, ds[e][0], ds[e][1], ds[e][2], ds[e][3], there + AT_BARS + BAR_P_FULL * 8);
+                store_async<P_TILE>(there + other, w[e][0], w[e][1], w[e][2], w[e][3], there + AT_BARS + BAR_P_FULL * 8);
             }
             fence_async();
             __syncwarp();
@@ -350,7 +390,7 @@ DEVICE void scatter(const float (&o)[64], i64* row0, i64* row1, int* exponent0, 
         const float factor = row ? fixed_factor(__ldg(exponent)) : 0.f;
         u32 most = 0;
 #pragma unroll
-        for (int j = 0; j < 16; j++) {
+        for (int j = 0; j < GROUPS; j++) {
             const float a = o[j * 4 + e], b = o[j * 4 + e + 1];
             most = max(most, max(ordered_bits(a), ordered_bits(b)));
             const float x = __shfl_sync(FULL_WARP, first ? a : b, from0), y = __shfl_sync(FULL_WARP, first ? b : a, from1);
@@ -364,20 +404,21 @@ DEVICE void scatter(const float (&o)[64], i64* row0, i64* row1, int* exponent0, 
 }
 #elif SCATTER == 2
 DEVICE void scatter(const float (&o)[64], float* row0, float* row1, u32 staging, int lane) {
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-    __syncwarp();
     const u32 at = staging + (lane >> 2) * STAGING_ROW + (lane & 3) * 8;
 #pragma unroll
-    for (int j = 0; j < 16; j++) {
-        asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(at + j * 32), "f"(o[j * 4]), "f"(o[j * 4 + 1]) : "memory");
-        asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(at + j * 32 + 8 * STAGING_ROW), "f"(o[j * 4 + 2]), "f"(o[j * 4 + 3]) : "memory");
-    }
-    fence_async();
-    __syncwarp();
-    if ((lane & 3) == 0) {
-        if (row0) asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], 512;" ::"l"(row0), "r"(at) : "memory");
-        if (row1) asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], 512;" ::"l"(row1), "r"(at + 8 * STAGING_ROW) : "memory");
-        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    for (int e = 0; e < 4; e += 2) {
+        asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < GROUPS; j++)
+            asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(at + j * 32), "f"(o[j * 4 + e]), "f"(o[j * 4 + e + 1]) : "memory");
+        fence_async();
+        __syncwarp();
+        float* row = e ? row1 : row0;
+        if ((lane & 3) == 0) {
+            if (row) asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], 512;" ::"l"(row), "r"(at) : "memory");
+            asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+        }
     }
 }
 #else
@@ -385,7 +426,7 @@ DEVICE void scatter(const float (&o)[64], float* row0, float* row1, u32 staging,
 DEVICE void scatter(const float (&o)[64], float* row0, float* row1, u32, int lane) {
     const bool odd = lane & 1;
 #pragma unroll
-    for (int j = 0; j < 16; j += 2) {
+    for (int j = 0; j < GROUPS; j += 2) {
 #pragma unroll
         for (int e = 0; e < 4; e += 2) {
             const float s0 = __shfl_xor_sync(FULL_WARP, odd ? o[j * 4 + e] : o[j * 4 + 4 + e], 1);
@@ -401,8 +442,8 @@ DEVICE void scatter(const float (&o)[64], float* row0, float* row1, u32, int lan
 }
 #endif
 
-// 128 columns of dQ, rows g and g + 8 of this thread.
-DEVICE void store_columns(const float (&o)[64], element* row0, element* row1, int lane) {
+// 128 columns of dQ, rows g and g + 8 of this thread. second: where the last 64 columns lie, relative to the first.
+DEVICE void store_columns(const float (&o)[64], element* row0, element* row1, int second, int lane) {
 #pragma unroll
     for (int g = 0; g < 8; g++) {
         u32 v[4];
@@ -414,9 +455,31 @@ DEVICE void store_columns(const float (&o)[64], element* row0, element* row1, in
         transpose_quad(v, lane);
         element* to = (g & 1) ? row1 : row0;
         if (to)
-            asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to + (g >> 1) * 32), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+            asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to + (g >> 2 ? second : 0) + (g >> 1 & 1) * 32), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
     }
 }
+
+#if HEAD_BLOCKS > 1
+// Sums over both blocks of heads: this block keeps the first 64 of its 128 columns, the other the last, which are its first.
+DEVICE void trade(const Call& p, float (&dkv)[64], u32 shared, u32 bars, int columns, u32 turn, int thread) {
+    u32 there = remote(shared, p.rank ^ 2);
+    asm volatile("" : "+r"(there));  // what is computed from it is not kept across blocks
+    const u32 full = (BAR_TRADE_FULL + columns) * 8, free = (BAR_TRADE_FREE + columns) * 8;
+    const u32 at = AT_TRADE + columns * TRADE_BYTES + thread * 16;
+    wait(bars + free, turn ^ 1);
+    send<32>(there + at, dkv, there + AT_BARS + full);
+    if (thread == 0) bar_arrive_expecting(bars + full, TRADE_BYTES);
+    wait(bars + full, turn);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        float a, b, c, d;
+        load_float4(shared + at + i * 2048, a, b, c, d);
+        dkv[i * 4] += a, dkv[i * 4 + 1] += b, dkv[i * 4 + 2] += c, dkv[i * 4 + 3] += d;
+    }
+    __syncwarp();
+    if ((thread & 31) == 0) bar_arrive_remote(there + AT_BARS + free);
+}
+#endif
 
 #if DETERMINISTIC
 typedef i64 sum_type;
@@ -430,27 +493,38 @@ typedef float sum_type;
 #endif
 DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns, int thread) {
     const int lane = thread & 31, row = (thread >> 5) * 16 + (lane >> 2);
-    const u32 p_free_there = remote(bars + BAR_P_FREE * 8, p.half ^ 1);
+    const u32 p_free_there = remote(bars + BAR_P_FREE * 8, p.rank ^ 1);
     int stage = 0, x_stage = 0, id_stage = 0;
     u32 turn = 0;
     Clock clock(shared, thread == 0);
     const int c0 = 12 + columns * 8;
+#if TURNS
+    if (columns == 1) asm volatile("bar.arrive 1, 256;" ::: "memory");
+#endif
     for (int item = p.first; item < p.items; item += p.step) {
         float dq[64];
         int accumulate = 0;
         u32 meta;
         const i64 batch = p.query(item) / p.queries;
-        sum_type* sums = (sum_type*)p.sums + (batch * (p.key_last - p.key_first) - p.key_first) * HEAD_DIM + p.half * HALF + columns * 128 + COLUMN(lane);
+        sum_type* sums = (sum_type*)p.sums + (batch * (p.key_last - p.key_first) - p.key_first) * HEAD_DIM + p.half * HALF + columns * 128 + p.head_block * 64 + COLUMN(lane);
         do {
             wait(bars + BAR_P_FULL * 8, turn);
             clock.read(c0);
+#if TURNS
+            asm volatile("bar.sync %0, 256;" ::"r"(1 + columns) : "memory");
+#endif
+#if FENCES
             fence_async();
+#endif
             float dkv[64];
             wgmma_begin();
             add_queries(dq, shared + AT_DS, shared + AT_KEYS + stage * KEY_BYTES + columns * 2 * KEY_CHUNK, accumulate);
             wgmma_end();
             multiply_keys(dkv, shared + AT_DS, shared + x_stage * X_BYTES + columns * 2 * X_CHUNK);
             wgmma_end();
+#if TURNS
+            asm volatile("bar.arrive %0, 256;" ::"r"(2 - columns) : "memory");
+#endif
             meta = load_u32(shared + AT_ID_META + id_stage * 4);
             const int count = meta & 0xffff;
             const u32 ids = shared + AT_IDS + (id_stage * SLOTS + row) * 4;
@@ -469,11 +543,15 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns, 
                 if (meta & LAST) bar_arrive(bars + (BAR_X_FREE + x_stage) * 8);
             }
             clock.read(c0 + 2);
+#if HEAD_BLOCKS > 1
+            trade(p, dkv, shared, bars, columns, turn, thread);
+            clock.read(c0 + 5);
+#endif
 #if DETERMINISTIC
             int* exponents = p.exponents + batch * p.keys;
             scatter(dkv, row0, row1, exponents + id0, exponents + id1, 0, lane);
 #elif SCATTER == 2
-            scatter(dkv, row0, row1, shared + AT_STAGING + (columns * 64 + (thread >> 5) * 16) * STAGING_ROW, lane);
+            scatter(dkv, row0, row1, shared + AT_STAGING + (columns * 32 + (thread >> 5) * 8) * STAGING_ROW, lane);
 #else
             scatter(dkv, row0, row1, 0, lane);
 #endif
@@ -486,24 +564,28 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns, 
         if (++x_stage == Q_STAGES) x_stage = 0;
         // Rows 0..31 are this block's heads, 32..63 the other's.
         const int h = p.first_head(item) + ((row >> 5) ^ p.half) * OWN_HEADS + (row & 31);
-        element* to = p.grad_q + ((i64)p.query(item) * p.heads + h) * HEAD_DIM + p.half * HALF + columns * 128 + (lane & 3) * 8;
-        if (p.parts & 1) store_columns(dq, h < p.heads ? to : nullptr, h + 8 < p.heads ? to + 8 * HEAD_DIM : nullptr, lane);
+        element* to = p.grad_q + ((i64)p.query(item) * p.heads + h) * HEAD_DIM + p.half * HALF + columns * 128 + p.head_block * 64 + (lane & 3) * 8;
+        if (p.parts & 1) store_columns(dq, h < p.heads ? to : nullptr, h + 8 < p.heads ? to + 8 * HEAD_DIM : nullptr, p.head_block ? -64 : 64, lane);
         clock.read(c0 + 4);
     }
+#if SCATTER == 2
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+#endif
 }
 
 // ---- Kernel --------------------------------------------------------------------------------------------
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1) sparse_attention_bwd_sm90(
+extern "C" __global__ void __cluster_dims__(2 * HEAD_BLOCKS, 1, 1) __launch_bounds__(THREADS, 1) sparse_attention_bwd_sm90(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap grad_out_map, const element* kv, const int* ids,
     const float* log2_total, const float* delta, element* grad_q, void* sums, int* exponents, i64 kv_stride_b, i64 kv_stride_k, int batch, int queries,
     int heads, int keys, int slots, int key_first, int key_last, int parts, float scale, float scale2) {
     extern __shared__ __align__(1024) unsigned char dynamic[];
     const u32 shared = (u32)__cvta_generic_to_shared(dynamic), bars = shared + AT_BARS;
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, groups = (heads + HEADS - 1) / HEADS;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, groups = (heads + HEADS * HEAD_BLOCKS - 1) / (HEADS * HEAD_BLOCKS);
+    const u32 rank = cluster_rank();
     const Call p = {&q_map, &grad_out_map, kv, ids, log2_total, delta, grad_q, sums, exponents, kv_stride_b, kv_stride_k, queries, heads, keys, slots,
-                    groups, batch * queries * groups, key_first, key_last, parts, scale, scale2, cluster_rank(),
-                    (int)blockIdx.x / 2, (int)gridDim.x / 2};
+                    groups, batch * queries * groups, key_first, key_last, parts, scale, scale2, rank, rank & 1, (int)rank >> 1,
+                    (int)blockIdx.x / CLUSTER, (int)gridDim.x / CLUSTER};
     if (threadIdx.x == 0) {
         for (int i = 0; i < Q_STAGES; i++) bar_init(bars + (BAR_X_FULL + i) * 8, 1), bar_init(bars + (BAR_X_FREE + i) * 8, 8);
         for (int i = 0; i < STAGES; i++) {
@@ -518,6 +600,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
         bar_init(bars + BAR_SENT_FREE * 8, 4);
         bar_init(bars + BAR_P_FULL * 8, 4);
         bar_init(bars + BAR_P_FREE * 8, 16);
+        for (int i = 0; i < 2 * (HEAD_BLOCKS - 1); i++)
+            bar_init(bars + (BAR_TRADE_FULL + i) * 8, 1), bar_init(bars + (BAR_TRADE_FREE + i) * 8, 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
 #ifdef CLOCKS
