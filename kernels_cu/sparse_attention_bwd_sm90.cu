@@ -379,31 +379,59 @@ DEVICE void multiply_keys(float (&dkv)[64], u32 ds, u32 x) {
 }
 
 #if DETERMINISTIC
-// Adds the rows g and g + 8 of 128 columns as integers. The lanes of a quad trade, so that together they add 4 neighbours.
-DEVICE void scatter(const float (&o)[64], i64* row0, i64* row1, int* exponent0, int* exponent1, u32, int lane) {
-    const bool first = ((lane ^ (lane >> 1)) & 1) == 0;  // of its two columns, this lane sends the first one first
-    const int base = lane & 28, c = lane & 3, from0 = base | (0x78 >> c * 2 & 3), from1 = base | (0xd2 >> c * 2 & 3);
+typedef i64 sum_type;
+#else
+typedef float sum_type;
+#endif
+
+// The row of the sums that slot `slot` of a block adds to, if any.
+DEVICE sum_type* destination(const Call& p, sum_type* sums, u32 ids, int slot, int count) {
+    const int id = slot < count ? (int)load_u32(ids + slot * 4) : -1;
+    return id >= p.key_first && id < p.key_last ? sums + (i64)id * HEAD_DIM : nullptr;
+}
+
+// The scatter: adds a block's rows, 16 a warp, to the sums. Row g of an accumulator lies in quad g, but memory is fastest
+// where a warp's instruction adds to whole lines of 128 bytes: quads trade columns for rows first.
+#if DETERMINISTIC
+// Four quads trade, so that each of their 16 lanes has one of 16 neighbouring columns of four rows.
+DEVICE void scatter(const Call& p, const float (&o)[64], i64* sums, int* exponents, u32 ids, int count, int warp_row, int lane) {
+    const bool odd = lane & 4, high = lane & 8;
+    sums += (lane >> 3 & 1) * 8 + (lane & 3) * 2 + (lane >> 2 & 1);
 #pragma unroll
-    for (int e = 0; e < 4; e += 2) {
-        i64* row = e ? row1 : row0;
-        int* exponent = e ? exponent1 : exponent0;
-        const float factor = row ? fixed_factor(__ldg(exponent)) : 0.f;
+    for (int e = 0; e < 2; e++) {
+        i64* row[4];
+        float factor[4];
         u32 most = 0;
 #pragma unroll
-        for (int j = 0; j < GROUPS; j++) {
-            const float a = o[j * 4 + e], b = o[j * 4 + e + 1];
-            most = max(most, max(ordered_bits(a), ordered_bits(b)));
-            const float x = __shfl_sync(FULL_WARP, first ? a : b, from0), y = __shfl_sync(FULL_WARP, first ? b : a, from1);
-            if (row) {
-                add_fixed(row + j * 8, to_fixed(first ? x : y, factor));
-                add_fixed(row + j * 8 + 4, to_fixed(first ? y : x, factor));
-            }
+        for (int k = 0; k < 4; k++) {
+            const int slot = warp_row + e * 8 + (lane >> 4) * 4 + k;
+            row[k] = destination(p, sums, ids, slot, count);
+            factor[k] = row[k] ? fixed_factor(__ldg(exponents + load_u32(ids + slot * 4))) : 0.f;
         }
-        if (row && most >= 0x7f800000u) atomicMax(exponent, FIXED_BROKEN);
+#pragma unroll
+        for (int j = 0; j < GROUPS; j += 2) {
+            float q[4];
+#pragma unroll
+            for (int m = 0; m < 4; m++) {
+                q[m] = o[(j + (m >> 1)) * 4 + e * 2 + (m & 1)];
+                most = max(most, ordered_bits(q[m]));
+            }
+            const float s0 = __shfl_xor_sync(FULL_WARP, odd ? q[0] : q[1], 4), s1 = __shfl_xor_sync(FULL_WARP, odd ? q[2] : q[3], 4);
+            q[0] = odd ? s0 : q[0], q[1] = odd ? q[1] : s0, q[2] = odd ? s1 : q[2], q[3] = odd ? q[3] : s1;
+            const float t0 = __shfl_xor_sync(FULL_WARP, high ? q[0] : q[2], 8), t1 = __shfl_xor_sync(FULL_WARP, high ? q[1] : q[3], 8);
+            q[0] = high ? t0 : q[0], q[2] = high ? q[2] : t0, q[1] = high ? t1 : q[1], q[3] = high ? q[3] : t1;
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+                if (row[k]) add_fixed(row[k] + j * 8, to_fixed(q[k], factor[k]));
+        }
+        if (most >= 0x7f800000u) {  // this lane's own row
+            const int slot = warp_row + e * 8 + (lane >> 2);
+            if (destination(p, sums, ids, slot, count)) atomicMax(exponents + load_u32(ids + slot * 4), FIXED_BROKEN);
+        }
     }
 }
 #elif SCATTER == 2
-DEVICE void scatter(const float (&o)[64], float* row0, float* row1, u32 staging, int lane) {
+DEVICE void scatter(const Call& p, const float (&o)[64], sum_type* sums, int*, u32 ids, int count, int warp_row, u32 staging, int lane) {
     const u32 at = staging + (lane >> 2) * STAGING_ROW + (lane & 3) * 8;
 #pragma unroll
     for (int e = 0; e < 4; e += 2) {
@@ -414,28 +442,47 @@ DEVICE void scatter(const float (&o)[64], float* row0, float* row1, u32 staging,
             asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(at + j * 32), "f"(o[j * 4 + e]), "f"(o[j * 4 + e + 1]) : "memory");
         fence_async();
         __syncwarp();
-        float* row = e ? row1 : row0;
         if ((lane & 3) == 0) {
+            float* row = destination(p, sums, ids, warp_row + e * 4 + (lane >> 2), count);
             if (row) asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], 512;" ::"l"(row), "r"(at) : "memory");
             asm volatile("cp.async.bulk.commit_group;" ::: "memory");
         }
     }
 }
 #else
-// Adds the rows g and g + 8 of 128 columns. The lanes of a pair trade, so that each instruction adds 64 bytes to a row.
-DEVICE void scatter(const float (&o)[64], float* row0, float* row1, u32, int lane) {
-    const bool odd = lane & 1;
+// Two quads trade, so that their 8 lanes have 32 neighbouring columns of one row, then of the other.
+DEVICE void scatter(const Call& p, const float (&o)[64], float* sums, int*, u32 ids, int count, int warp_row, int lane) {
+    const bool odd = lane & 1, upper = lane & 4;
+    sums += (upper ? 16 : 0) + (lane & 1) * 8 + (lane & 2) * 2;
 #pragma unroll
-    for (int j = 0; j < GROUPS; j += 2) {
+    for (int e = 0; e < 4; e += 2) {
+        const int slot = warp_row + e * 4 + (lane >> 2 & 6);
+        float *row0 = destination(p, sums, ids, slot, count), *row1 = destination(p, sums, ids, slot + 1, count);
 #pragma unroll
-        for (int e = 0; e < 4; e += 2) {
-            const float s0 = __shfl_xor_sync(FULL_WARP, odd ? o[j * 4 + e] : o[j * 4 + 4 + e], 1);
-            const float s1 = __shfl_xor_sync(FULL_WARP, odd ? o[j * 4 + e + 1] : o[j * 4 + 5 + e], 1);
-            float* to = (e ? row1 : row0);
+        for (int j = 0; j < GROUPS; j += 4) {
+            float u[2][4];  // 4 columns of group j + odd and of group j + 2 + odd
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+                const float(&x)[64] = o;
+                const int at = (j + n * 2) * 4 + e;
+                const float s0 = __shfl_xor_sync(FULL_WARP, odd ? x[at] : x[at + 4], 1), s1 = __shfl_xor_sync(FULL_WARP, odd ? x[at + 1] : x[at + 5], 1);
+                u[n][0] = odd ? s0 : x[at], u[n][1] = odd ? s1 : x[at + 1], u[n][2] = odd ? x[at + 4] : s0, u[n][3] = odd ? x[at + 5] : s1;
+            }
+            float v[4];  // the other quad's
+#pragma unroll
+            for (int i = 0; i < 4; i++) v[i] = __shfl_xor_sync(FULL_WARP, upper ? u[0][i] : u[1][i], 4);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float mine = upper ? u[1][i] : u[0][i];
+                u[0][i] = upper ? v[i] : mine;  // of the first row
+                u[1][i] = upper ? mine : v[i];  // of the second
+            }
 #if SCATTER == 0
-            if (to && __float_as_uint(s0) == 0x12345678) add4(to, s0, s1, s0, s1);
+            if (row0 && __float_as_uint(u[0][0]) == 0x12345678) row1 = nullptr;
+            if (row1 && __float_as_uint(u[1][0]) == 0x12345678) add4(row0, u[0][0], u[0][1], u[1][2], u[1][3]);
 #else
-            if (to) add4(to + j * 8, odd ? s0 : o[j * 4 + e], odd ? s1 : o[j * 4 + e + 1], odd ? o[j * 4 + 4 + e] : s0, odd ? o[j * 4 + 5 + e] : s1);
+            if (row0) add4(row0 + j * 8, u[0][0], u[0][1], u[0][2], u[0][3]);
+            if (row1) add4(row1 + j * 8, u[1][0], u[1][1], u[1][2], u[1][3]);
 #endif
         }
     }
@@ -481,16 +528,6 @@ DEVICE void trade(const Call& p, float (&dkv)[64], u32 shared, u32 bars, int col
 }
 #endif
 
-#if DETERMINISTIC
-typedef i64 sum_type;
-#define COLUMN(lane) (lane & 3)
-#elif SCATTER == 2
-typedef float sum_type;
-#define COLUMN(lane) 0
-#else
-typedef float sum_type;
-#define COLUMN(lane) ((lane & 1) * 8 + ((lane & 2) << 1))
-#endif
 DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns, int thread) {
     const int lane = thread & 31, row = (thread >> 5) * 16 + (lane >> 2);
     const u32 p_free_there = remote(bars + BAR_P_FREE * 8, p.rank ^ 1);
@@ -506,7 +543,7 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns, 
         int accumulate = 0;
         u32 meta;
         const i64 batch = p.query(item) / p.queries;
-        sum_type* sums = (sum_type*)p.sums + (batch * (p.key_last - p.key_first) - p.key_first) * HEAD_DIM + p.half * HALF + columns * 128 + p.head_block * 64 + COLUMN(lane);
+        sum_type* sums = (sum_type*)p.sums + (batch * (p.key_last - p.key_first) - p.key_first) * HEAD_DIM + p.half * HALF + columns * 128 + p.head_block * 64;
         do {
             wait(bars + BAR_P_FULL * 8, turn);
             clock.read(c0);
@@ -527,12 +564,7 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns, 
 #endif
             meta = load_u32(shared + AT_ID_META + id_stage * 4);
             const int count = meta & 0xffff;
-            const u32 ids = shared + AT_IDS + (id_stage * SLOTS + row) * 4;
-            const int id0 = row < count ? (int)load_u32(ids) : -1, id1 = row + 8 < count ? (int)load_u32(ids + 32) : -1;
-            sum_type* row0 = id0 >= p.key_first && id0 < p.key_last ? sums + (i64)id0 * HEAD_DIM : nullptr;
-            sum_type* row1 = id1 >= p.key_first && id1 < p.key_last ? sums + (i64)id1 * HEAD_DIM : nullptr;
-            __syncwarp();
-            if (lane == 0) bar_arrive(bars + (BAR_ID_FREE + id_stage) * 8);
+            const u32 ids = shared + AT_IDS + id_stage * SLOTS * 4;
             wgmma_wait_but<1>();
             if (lane == 0) bar_arrive(bars + (BAR_KEY_FREE + stage) * 8);
             clock.read(c0 + 1);
@@ -547,14 +579,13 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns, 
             trade(p, dkv, shared, bars, columns, turn, thread);
             clock.read(c0 + 5);
 #endif
-#if DETERMINISTIC
-            int* exponents = p.exponents + batch * p.keys;
-            scatter(dkv, row0, row1, exponents + id0, exponents + id1, 0, lane);
-#elif SCATTER == 2
-            scatter(dkv, row0, row1, shared + AT_STAGING + (columns * 32 + (thread >> 5) * 8) * STAGING_ROW, lane);
+#if SCATTER == 2
+            scatter(p, dkv, sums, nullptr, ids, count, thread >> 5 << 4, shared + AT_STAGING + (columns * 32 + (thread >> 5) * 8) * STAGING_ROW, lane);
 #else
-            scatter(dkv, row0, row1, 0, lane);
+            scatter(p, dkv, sums, p.exponents + batch * p.keys, ids, count, thread >> 5 << 4, lane);
 #endif
+            __syncwarp();  // every lane has read its ids
+            if (lane == 0) bar_arrive(bars + (BAR_ID_FREE + id_stage) * 8);
             clock.read(c0 + 3);
             accumulate = 1;
             turn ^= 1;
