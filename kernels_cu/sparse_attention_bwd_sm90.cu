@@ -31,9 +31,6 @@ static const int GROUPS = 16 / HEAD_BLOCKS;  // of 8 columns, that a product war
 #ifndef TURNS
 #define TURNS 1
 #endif
-#ifndef FENCES
-#define FENCES 1
-#endif
 #ifndef SPLIT
 #define SPLIT 1
 #endif
@@ -348,7 +345,6 @@ DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars, int thread) {
                 store_async<0>(there + other, ds[e][0], ds[e][1], ds[e][2], ds[e][3], there + AT_BARS + BAR_P_FULL * 8);
                 store_async<P_TILE>(there + other, w[e][0], w[e][1], w[e][2], w[e][3], there + AT_BARS + BAR_P_FULL * 8);
             }
-            fence_async();
             __syncwarp();
             if (thread == 0) bar_arrive_expecting(bars + BAR_P_FULL * 8, P_TILE);
             else if (lane == 0) bar_arrive(bars + BAR_P_FULL * 8);
@@ -547,27 +543,30 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns, 
         do {
             wait(bars + BAR_P_FULL * 8, turn);
             clock.read(c0);
-#if TURNS
-            asm volatile("bar.sync %0, 256;" ::"r"(1 + columns) : "memory");
-#endif
-#if FENCES
             fence_async();
-#endif
             float dkv[64];
             wgmma_begin();
             add_queries(dq, shared + AT_DS, shared + AT_KEYS + stage * KEY_BYTES + columns * 2 * KEY_CHUNK, accumulate);
             wgmma_end();
-            multiply_keys(dkv, shared + AT_DS, shared + x_stage * X_BYTES + columns * 2 * X_CHUNK);
-            wgmma_end();
-#if TURNS
-            asm volatile("bar.arrive %0, 256;" ::"r"(2 - columns) : "memory");
-#endif
             meta = load_u32(shared + AT_ID_META + id_stage * 4);
             const int count = meta & 0xffff;
             const u32 ids = shared + AT_IDS + id_stage * SLOTS * 4;
+#if TURNS
+            wgmma_wait();
+            if (lane == 0) bar_arrive(bars + (BAR_KEY_FREE + stage) * 8);
+            clock.read(c0 + 1);
+            asm volatile("bar.sync %0, 256;" ::"r"(1 + columns) : "memory");
+            wgmma_begin();
+            multiply_keys(dkv, shared + AT_DS, shared + x_stage * X_BYTES + columns * 2 * X_CHUNK);
+            wgmma_end();
+            asm volatile("bar.arrive %0, 256;" ::"r"(2 - columns) : "memory");
+#else
+            multiply_keys(dkv, shared + AT_DS, shared + x_stage * X_BYTES + columns * 2 * X_CHUNK);
+            wgmma_end();
             wgmma_wait_but<1>();
             if (lane == 0) bar_arrive(bars + (BAR_KEY_FREE + stage) * 8);
             clock.read(c0 + 1);
+#endif
             wgmma_wait();
             if (lane == 0) {
                 bar_arrive(bars + BAR_P_FREE * 8);
