@@ -18,10 +18,10 @@ static const int HEAD_DIM = 512, HALF = 256, HEADS = 64, OWN_HEADS = 32, SLOTS =
 #define HEAD_BLOCKS 1
 #endif
 #ifndef Q_STAGES
-#define Q_STAGES (3 - HEAD_BLOCKS)
+#define Q_STAGES 1
 #endif
 #ifndef STAGES
-#define STAGES (1 + HEAD_BLOCKS)
+#define STAGES (5 - HEAD_BLOCKS)
 #endif
 static const int CLUSTER = 2 * HEAD_BLOCKS;
 static const int GROUPS = 16 / HEAD_BLOCKS;  // of 8 columns, that a product warpgroup adds to the sums
@@ -31,35 +31,29 @@ static const int GROUPS = 16 / HEAD_BLOCKS;  // of 8 columns, that a product war
 #ifndef TURNS
 #define TURNS 1
 #endif
-#ifndef SPLIT
-#define SPLIT 1
-#endif
-#ifndef OWN_FIRST
-#define OWN_FIRST 2
-#endif
 #ifndef ORDER
 #define ORDER 0
 #endif
 static const int ID_STAGES = 8, GATHER_WARPS = 3, THREADS = 512;
-static const int SCORE_REGISTERS = 128, PRODUCT_REGISTERS = 168, PRODUCER_REGISTERS = 48;
+#ifndef SR
+#define SR (HEAD_BLOCKS == 1 ? 152 : 136)
+#define PR (HEAD_BLOCKS == 1 ? 160 : 168)
+#endif
+static const int SCORE_REGISTERS = SR, PRODUCT_REGISTERS = PR, PRODUCER_REGISTERS = 512 - SR - 2 * PR;
 static const u32 KEY_CHUNK = SLOTS * 128, KEY_BYTES = 4 * KEY_CHUNK;   // 64 columns of the rows; all
 static const u32 X_CHUNK = 2 * HEADS * 128, X_BYTES = 4 * X_CHUNK;     // the same of the stacked Q and dO
 static const u32 BOX = OWN_HEADS * 128, P_TILE = SLOTS * HEADS * 2, SENT_BYTES = SLOTS * HEADS * 4;
 static const u32 AT_KEYS = Q_STAGES * X_BYTES, AT_DS = AT_KEYS + STAGES * KEY_BYTES, AT_P = AT_DS + P_TILE;
 static const u32 AT_SENT = AT_P + P_TILE, AT_TRADE = AT_SENT + SENT_BYTES, TRADE_BYTES = SLOTS * 64 * 4;
 static const u32 AT_IDS = AT_TRADE + (HEAD_BLOCKS - 1) * 2 * TRADE_BYTES, AT_ID_META = AT_IDS + ID_STAGES * SLOTS * 4;
-static const u32 AT_KEY_META = AT_ID_META + ID_STAGES * 4, AT_BARS = (AT_KEY_META + STAGES * 4 + 7) / 8 * 8;
+static const u32 AT_KEY_META = AT_ID_META + ID_STAGES * 4, AT_HEADS = (AT_KEY_META + STAGES * 4 + 15) / 16 * 16;
+static const u32 AT_BARS = AT_HEADS + Q_STAGES * OWN_HEADS * 8;  // after L and delta of this block's heads
 static const int BAR_X_FULL = 0, BAR_X_FREE = BAR_X_FULL + Q_STAGES, BAR_KEY_FULL = BAR_X_FREE + Q_STAGES;
 static const int BAR_KEY_FREE = BAR_KEY_FULL + STAGES, BAR_ID_FULL = BAR_KEY_FREE + STAGES, BAR_ID_FREE = BAR_ID_FULL + ID_STAGES;
 static const int BAR_SENT_FULL = BAR_ID_FREE + ID_STAGES, BAR_SENT_FREE = BAR_SENT_FULL + 1, BAR_P_FULL = BAR_SENT_FREE + 1;
 static const int BAR_P_FREE = BAR_P_FULL + 1, BAR_TRADE_FULL = BAR_P_FREE + 1, BAR_TRADE_FREE = BAR_TRADE_FULL + 2;
 static const int BARS = HEAD_BLOCKS > 1 ? BAR_TRADE_FREE + 2 : BAR_TRADE_FULL;
-#if SCATTER == 2
-static const u32 STAGING_ROW = 512 + 32, AT_STAGING = (AT_BARS + BARS * 8 + 127) / 128 * 128;
-static const u32 AT_CLOCKS = AT_STAGING + 64 * STAGING_ROW;
-#else
 static const u32 AT_CLOCKS = AT_BARS + BARS * 8;
-#endif
 #ifdef CLOCKS
 static const u32 SHARED = AT_CLOCKS + 128;
 __device__ u64 clock_sums[32];
@@ -148,7 +142,14 @@ DEVICE void index_warp(const Call& p, u32 shared, u32 bars, int lane) {
         int have = 0, next[4];
 #pragma unroll
         for (int u = 0; u < 4; u++) next[u] = u * 32 + lane < p.slots ? __ldg(row + u * 32 + lane) : -1;
+        const int head = p.first_head(item) + p.half * OWN_HEADS + lane;
+        const i64 at = (i64)p.query(item) * p.heads + head;
+        const float total = head < p.heads ? __ldg(p.log2_total + at) : INFINITE;  // p of a head that does not exist is 0
+        const float delta = head < p.heads ? __ldg(p.delta + at) : 0.f;
         wait(bars + (BAR_X_FREE + x_stage) * 8, x_parity);
+        store_u32(shared + AT_HEADS + x_stage * OWN_HEADS * 8 + lane * 4, __float_as_uint(total));
+        store_u32(shared + AT_HEADS + x_stage * OWN_HEADS * 8 + (OWN_HEADS + lane) * 4, __float_as_uint(delta));
+        __syncwarp();
         if (lane == 0) load_heads(p, shared + x_stage * X_BYTES, bars + (BAR_X_FULL + x_stage) * 8, item);
         __syncwarp();
         if (++x_stage == Q_STAGES) x_stage = 0, x_parity ^= 1;
@@ -237,120 +238,107 @@ DEVICE void gather_warp(const Call& p, u32 shared, u32 bars, int warp, int lane)
 
 // ---- Score warpgroup -----------------------------------------------------------------------------------
 
-// [S | dP] of 64 slots over this block's columns: column groups of 8, first this block's heads of S and of dP, then the
-// other block's.
-// Chunks FIRST..LAST - 1 of 64 columns.
-template <int FIRST, int LAST>
-DEVICE void add_scores(float (&s)[32], u32 keys, u32 x) {
+// [S | dP] of 64 slots over this block's columns, started: column groups of 8, first this block's heads of S and of dP,
+// then the other block's.
+DEVICE void start_scores(float (&own)[32], float (&other)[32], u32 keys, u32 x) {
+    asm volatile("" : "+r"(keys), "+r"(x));  // what is computed from them is not kept across blocks
     const u64 a = operand(keys, 16, 1024), b = operand(x, 16, 1024);
+    fence_async();
+    wgmma_begin();
 #pragma unroll
-    for (int i = FIRST * 4; i < LAST * 4; i++)
-        wgmma_m64n64k16_ss(s, a + (((i >> 2) * KEY_CHUNK + (i & 3) * 32) >> 4), b + (((i >> 2) * X_CHUNK + (i & 3) * 32) >> 4), i > 0);
+    for (int i = 0; i < 16; i++)
+        wgmma_m64n128k16_ss(own, other, a + (((i >> 2) * KEY_CHUNK + (i & 3) * 32) >> 4), b + (((i >> 2) * X_CHUNK + (i & 3) * 32) >> 4), i > 0);
     wgmma_end();
 }
 
-// p = 2^(scale2 s - L) and dS = scale p (dP - delta) of row g (e 0) and g + 8 (e 2), packed: pairs of heads 8 j + 2 c.
-DEVICE void softmax(const Call& p, const float (&s)[32], const float (&total)[8], const float (&delta)[8], bool exists, int e, u32 (&p2)[4],
-                    u32 (&ds2)[4]) {
+// p = 2^(scale2 s - L) and dS = scale p (dP - delta) of row g (e 0) or g + 8 (e 2), packed: pairs of heads 8 j + 2 c.
+DEVICE void softmax(const Call& p, const float (&s)[32], u32 heads, bool exists, int e, u32 (&p2)[4], u32 (&ds2)[4]) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        float w[2], ds[2];
+        float total[2], delta[2], w[2], ds[2];
+        load_float2(heads + j * 32, total[0], total[1]);
+        load_float2(heads + OWN_HEADS * 4 + j * 32, delta[0], delta[1]);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            w[i] = exp2_fast(__fmul_rn(s[j * 4 + e + i], p.scale2) - total[j * 2 + i]);
-            ds[i] = p.scale * (w[i] * (s[16 + j * 4 + e + i] - delta[j * 2 + i]));
-            if (!exists) w[i] = ds[i] = 0.f;
+            // Rounded before L is subtracted, as in the forward.
+            w[i] = exp2_fast(__fmul_rn(s[j * 4 + e + i], p.scale2) - total[i]);
+            ds[i] = p.scale * (w[i] * (s[16 + j * 4 + e + i] - delta[i]));
         }
-        p2[j] = Element::pack2(w[0], w[1]);
-        ds2[j] = Element::pack2(ds[0], ds[1]);
+        p2[j] = exists ? Element::pack2(w[0], w[1]) : 0;
+        ds2[j] = exists ? Element::pack2(ds[0], ds[1]) : 0;
     }
 }
 
-DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars, int thread) {
+// What one block of slots becomes once the other half of its scores is there: P and dS in both blocks' shared memory.
+DEVICE void finish_scores(const Call& p, float (&s)[32], u32 shared, u32 there, u32 heads, int count, u32 turn, int thread, Clock& clock) {
     const int lane = thread & 31, row = (thread >> 5) * 16 + (lane >> 2);
-    const u32 other_block = remote(shared, p.rank ^ 1);
+    const u32 bars = shared + AT_BARS;
+    wait(bars + BAR_SENT_FULL * 8, turn);
+    clock.read(8);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        float a, b, c, d;
+        load_float4(shared + AT_SENT + i * 2048 + thread * 16, a, b, c, d);
+        s[i * 4] += a, s[i * 4 + 1] += b, s[i * 4 + 2] += c, s[i * 4 + 3] += d;
+    }
+    __syncwarp();
+    if (lane == 0) bar_arrive_remote(there + AT_BARS + BAR_SENT_FREE * 8);
+    u32 w[2][4], ds[2][4];
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        softmax(p, s, heads + (lane & 3) * 8, row + e * 8 < count, e * 2, w[e], ds[e]);
+        transpose_quad(w[e], lane);
+        transpose_quad(ds[e], lane);
+    }
+    clock.read(9);
+    wait(bars + BAR_P_FREE * 8, turn ^ 1);
+    clock.read(10);
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        const u32 at = AT_DS + (row + e * 8) * 128, here = at + (((lane & 3) ^ (row & 7)) << 4), other = at + (((4 + (lane & 3)) ^ (row & 7)) << 4);
+        store_async<0>(there + other, ds[e][0], ds[e][1], ds[e][2], ds[e][3], there + AT_BARS + BAR_P_FULL * 8);
+        store_async<P_TILE>(there + other, w[e][0], w[e][1], w[e][2], w[e][3], there + AT_BARS + BAR_P_FULL * 8);
+        store_u32x4(shared + here, ds[e]);
+        store_u32x4(shared + here + P_TILE, w[e]);
+    }
+    __syncwarp();
+    if (thread == 0) bar_arrive_expecting(bars + BAR_P_FULL * 8, P_TILE);
+    else if (lane == 0) bar_arrive(bars + BAR_P_FULL * 8);
+    clock.read(11);
+}
+
+// The scores of the next block run while this one's are finished; not across items, whose Q and dO take the same place.
+DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars, int thread) {
+    u32 there = remote(shared, p.rank ^ 1);
     int stage = 0, x_stage = 0;
     u32 parity = 0, x_parity = 0, turn = 0;  // of the buffers with one stage: the parity of the block's number
     Clock clock(shared, thread == 0);
     for (int item = p.first; item < p.items; item += p.step) {
-        float total[8], delta[8];
-        const i64 first = (i64)p.query(item) * p.heads;
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const int h = p.first_head(item) + p.half * OWN_HEADS + (i >> 1) * 8 + (lane & 3) * 2 + (i & 1);
-            total[i] = h < p.heads ? __ldg(p.log2_total + first + h) : INFINITE;  // p of a head that does not exist is 0
-            delta[i] = h < p.heads ? __ldg(p.delta + first + h) : 0.f;
-        }
+        const u32 x = shared + x_stage * X_BYTES, heads = shared + AT_HEADS + x_stage * OWN_HEADS * 8;
+        float own[32], other[32], s[32];
+        u32 meta = 0;
         wait(bars + (BAR_X_FULL + x_stage) * 8, x_parity);
         clock.read(4);
-        u32 meta;
-        do {
-            float s[32], sent[32];
+        for (bool first = true; first || !(meta & LAST); first = false) {
             wait(bars + (BAR_KEY_FULL + stage) * 8, parity);
             clock.read(5);
-            u32 keys = shared + AT_KEYS + stage * KEY_BYTES, x = shared + x_stage * X_BYTES, there = other_block;
-            asm volatile("" : "+r"(keys), "+r"(x), "+r"(there));  // what is computed from them is not kept across blocks
-            meta = load_u32(shared + AT_KEY_META + stage * 4);
-            fence_async();
-            wgmma_begin();
-#if SPLIT
-            add_scores<0, 4>(sent, keys, x + HEADS * 128);
-            add_scores<0, OWN_FIRST>(s, keys, x);
-            wgmma_wait_but<1>();
-#else
-            {
-                const u64 a = operand(keys, 16, 1024), b = operand(x, 16, 1024);
-#pragma unroll
-                for (int i = 0; i < 16; i++)
-                    wgmma_m64n128k16_ss(s, sent, a + (((i >> 2) * KEY_CHUNK + (i & 3) * 32) >> 4), b + (((i >> 2) * X_CHUNK + (i & 3) * 32) >> 4), i > 0);
-                wgmma_end();
-                wgmma_wait();
-            }
-#endif
+            start_scores(own, other, shared + AT_KEYS + stage * KEY_BYTES, x);
             clock.read(6);
+            if (!first) finish_scores(p, s, shared, there, heads, meta & 0xffff, turn ^ 1, thread, clock);
+            meta = load_u32(shared + AT_KEY_META + stage * 4);
             if (++stage == STAGES) stage = 0, parity ^= 1;
-            wait(bars + BAR_SENT_FREE * 8, turn ^ 1);
-            send<0>(there + AT_SENT + thread * 16, sent, there + AT_BARS + BAR_SENT_FULL * 8);
-            if (thread == 0) bar_arrive_expecting(bars + BAR_SENT_FULL * 8, SENT_BYTES);
-#if SPLIT
-            wgmma_begin();
-            add_scores<OWN_FIRST, 4>(s, keys, x);
             wgmma_wait();
-#endif
             clock.read(7);
-            wait(bars + BAR_SENT_FULL * 8, turn);
-            clock.read(8);
+            wait(bars + BAR_SENT_FREE * 8, turn ^ 1);
+            asm volatile("" : "+r"(there));
+            send<0>(there + AT_SENT + thread * 16, other, there + AT_BARS + BAR_SENT_FULL * 8);
+            if (thread == 0) bar_arrive_expecting(bars + BAR_SENT_FULL * 8, SENT_BYTES);
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                float a, b, c, d;
-                load_float4(shared + AT_SENT + i * 2048 + thread * 16, a, b, c, d);
-                s[i * 4] += a, s[i * 4 + 1] += b, s[i * 4 + 2] += c, s[i * 4 + 3] += d;
-            }
-            __syncwarp();
-            if (lane == 0) bar_arrive_remote(there + AT_BARS + BAR_SENT_FREE * 8);
-            u32 w[2][4], ds[2][4];
-            const int count = meta & 0xffff;
-            softmax(p, s, total, delta, row < count, 0, w[0], ds[0]);
-            softmax(p, s, total, delta, row + 8 < count, 2, w[1], ds[1]);
-            clock.read(9);
-            wait(bars + BAR_P_FREE * 8, turn ^ 1);
-            clock.read(10);
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                transpose_quad(w[e], lane);
-                transpose_quad(ds[e], lane);
-                const u32 at = AT_DS + (row + e * 8) * 128, here = at + (((lane & 3) ^ (row & 7)) << 4), other = at + (((4 + (lane & 3)) ^ (row & 7)) << 4);
-                store_u32x4(shared + here, ds[e]);
-                store_u32x4(shared + here + P_TILE, w[e]);
-                store_async<0>(there + other, ds[e][0], ds[e][1], ds[e][2], ds[e][3], there + AT_BARS + BAR_P_FULL * 8);
-                store_async<P_TILE>(there + other, w[e][0], w[e][1], w[e][2], w[e][3], there + AT_BARS + BAR_P_FULL * 8);
-            }
-            __syncwarp();
-            if (thread == 0) bar_arrive_expecting(bars + BAR_P_FULL * 8, P_TILE);
-            else if (lane == 0) bar_arrive(bars + BAR_P_FULL * 8);
+            for (int i = 0; i < 32; i++) s[i] = own[i];
             turn ^= 1;
-            clock.read(11);
-        } while (!(meta & LAST));
+            clock.read(3);
+        }
+        finish_scores(p, s, shared, there, heads, meta & 0xffff, turn ^ 1, thread, clock);
         if (++x_stage == Q_STAGES) x_stage = 0, x_parity ^= 1;
     }
 }
@@ -423,25 +411,6 @@ DEVICE void scatter(const Call& p, const float (&o)[64], i64* sums, int* exponen
         if (most >= 0x7f800000u) {  // this lane's own row
             const int slot = warp_row + e * 8 + (lane >> 2);
             if (destination(p, sums, ids, slot, count)) atomicMax(exponents + load_u32(ids + slot * 4), FIXED_BROKEN);
-        }
-    }
-}
-#elif SCATTER == 2
-DEVICE void scatter(const Call& p, const float (&o)[64], sum_type* sums, int*, u32 ids, int count, int warp_row, u32 staging, int lane) {
-    const u32 at = staging + (lane >> 2) * STAGING_ROW + (lane & 3) * 8;
-#pragma unroll
-    for (int e = 0; e < 4; e += 2) {
-        asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-        __syncwarp();
-#pragma unroll
-        for (int j = 0; j < GROUPS; j++)
-            asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(at + j * 32), "f"(o[j * 4 + e]), "f"(o[j * 4 + e + 1]) : "memory");
-        fence_async();
-        __syncwarp();
-        if ((lane & 3) == 0) {
-            float* row = destination(p, sums, ids, warp_row + e * 4 + (lane >> 2), count);
-            if (row) asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], 512;" ::"l"(row), "r"(at) : "memory");
-            asm volatile("cp.async.bulk.commit_group;" ::: "memory");
         }
     }
 }
@@ -578,11 +547,7 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns, 
             trade(p, dkv, shared, bars, columns, turn, thread);
             clock.read(c0 + 5);
 #endif
-#if SCATTER == 2
-            scatter(p, dkv, sums, nullptr, ids, count, thread >> 5 << 4, shared + AT_STAGING + (columns * 32 + (thread >> 5) * 8) * STAGING_ROW, lane);
-#else
             scatter(p, dkv, sums, p.exponents + batch * p.keys, ids, count, thread >> 5 << 4, lane);
-#endif
             __syncwarp();  // every lane has read its ids
             if (lane == 0) bar_arrive(bars + (BAR_ID_FREE + id_stage) * 8);
             clock.read(c0 + 3);
@@ -598,9 +563,6 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns, 
         if (p.parts & 1) store_columns(dq, h < p.heads ? to : nullptr, h + 8 < p.heads ? to + 8 * HEAD_DIM : nullptr, p.head_block ? -64 : 64, lane);
         clock.read(c0 + 4);
     }
-#if SCATTER == 2
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-#endif
 }
 
 // ---- Kernel --------------------------------------------------------------------------------------------
@@ -640,7 +602,7 @@ extern "C" __global__ void __cluster_dims__(2 * HEAD_BLOCKS, 1, 1) __launch_boun
     __syncthreads();
     cluster_sync();  // barriers are initialised before anyone, here or in the other block, uses them
     if (warp < 4) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(SCORE_REGISTERS));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(SCORE_REGISTERS));
         score_warpgroup(p, shared, bars, threadIdx.x);
     } else if (warp < 12) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(PRODUCT_REGISTERS));
