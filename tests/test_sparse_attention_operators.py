@@ -33,7 +33,7 @@ def inputs(device, dtype=torch.bfloat16, *, b=2, s=6, h=5, d=64, k=20, t=17, gra
 
 
 def operator(q, kv, sinks, ids, rounding=False):
-    return torch_bridge_kernels.ATTEND(q, kv, sinks, ids, SCALE, rounding, CAP)
+    return torch_bridge_kernels.ATTEND(q, kv, sinks, ids, SCALE, rounding, False, CAP)
 
 
 def reference(q, kv, sinks, ids):
@@ -111,11 +111,12 @@ def test_opcheck(device, dtype, grad):
     # torch adds gradients with atomics on a GPU: that check compares two runs, whose bits are then unequal.
     repeatable = tuple(u for u in OPCHECKS if device == "cpu" or u != "test_aot_dispatch_dynamic")
     utils = repeatable if grad else OPCHECKS
-    done = torch.library.opcheck(torch.ops.dsv4.sparse_attention.default, (*ours, SCALE, False, CAP), test_utils=utils)
+    arguments = (*ours, SCALE, False, False, CAP)
+    done = torch.library.opcheck(torch.ops.dsv4.sparse_attention.default, arguments, test_utils=utils)
     assert set(done.values()) == {"SUCCESS"}
     plain = [x.detach() for x in ours]
     out, lse = operator(*plain)
-    arguments = (torch.randn_like(out), *plain, out, lse, SCALE, CAP)
+    arguments = (torch.randn_like(out), *plain, out, lse, SCALE, False, CAP)
     utils = repeatable
     done = torch.library.opcheck(torch.ops.dsv4.sparse_attention_grad.default, arguments, test_utils=utils)
     assert set(done.values()) == {"SUCCESS"}

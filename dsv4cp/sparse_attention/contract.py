@@ -136,23 +136,24 @@ def _unfit_dim(q: Any) -> str | None:
     return None
 
 
-def check_differentiable(reference_rounding: bool, backward_impl: str = "atomic") -> None:
-    """What the gradient of the CUDA kernels' forward pass cannot be asked for."""
+def check_differentiable(reference_rounding: bool) -> None:
+    """The arithmetic of inference has no gradient."""
     if reference_rounding:
         raise ValueError("reference_rounding: it is forward only, got a call for its gradient")
-    if backward_impl != "atomic":
-        raise RuntimeError(
-            f"backward_impl: {backward_impl!r} needs gradient kernels, which this version does not have: it runs the "
-            "reference there, whose sums on a GPU have no fixed order"
-        )
 
 
 def check_fixed_order(chosen: str, library: str, backward_impl: str) -> None:
     """On CuPy arrays the reference sums over keys with atomics: what has no fixed order must not claim one."""
     if chosen == "reference" and library == "cupy" and backward_impl == "deterministic":
         raise RuntimeError(
-            "backward_impl: 'deterministic' on CuPy arrays needs gradient kernels, which this version does not have"
+            "backward_impl: 'deterministic' on CuPy arrays needs the CUDA kernels, got a call that runs the reference"
         )
+
+
+def check_kernel_gradient(deterministic: bool, needs: str) -> None:
+    """What torch's own differentiation or sums on the GPU stand in for has no fixed order."""
+    if deterministic:
+        raise RuntimeError(f"backward_impl: 'deterministic' needs the kernels' gradient, which does not do {needs}")
 
 
 def check_rounding(reference_rounding: bool, backend: str) -> None:

@@ -77,16 +77,18 @@ def dsv4_sparse_attention(
 
     backend: "torch" and "sparse_torch" are sparse_attention_torch, "tilelang" this package's CUDA kernels (bfloat16
     or float16, D 64, 128, 256 or 512), "cudnn" NVIDIA's (not in this version: a RuntimeError), "auto" the CUDA
-    kernels for CUDA bfloat16 tensors where they can run, else "torch". The gradient of the CUDA kernels runs the
-    reference's equations on the tensors.
-    backward_impl and backward_workspace_bytes speak to the kernels' gradient; "torch" checks and ignores
-    them. reference_rounding needs the kernels and no gradient. topk_idxs may be None when a plan made for
-    this backend is given; an "auto" that runs the reference on CUDA tensors takes a plan for the kernels too.
+    kernels for CUDA bfloat16 tensors where they can run, else "torch". The gradient of "tilelang" runs CUDA kernels
+    too, those of dsv4cp.dsv4_sparse_attention_grad, where backward_impl and backward_workspace_bytes are described;
+    "torch" checks and ignores them. Asked for a graph of the gradient (create_graph) or for the gradient of lse,
+    "tilelang" lets torch differentiate the reference. reference_rounding needs the kernels and no gradient.
+    topk_idxs may be None when a plan made for this backend is given; an "auto" that runs the reference on CUDA
+    tensors takes a plan for the kernels too.
 
     Returns out [B, S, H, D] in q's dtype, or (out, lse) with return_lse; lse is differentiable too.
     Raises TypeError and ValueError as the array function, ValueError for reference_rounding where the
-    reference runs and when its gradient is asked for, RuntimeError for a backend that cannot run, and for
-    "tilelang" with a gradient wanted and backward_impl "deterministic".
+    reference runs and when its gradient is asked for, RuntimeError for a backend that cannot run; in the backward
+    pass of "tilelang" with backward_impl "deterministic" ValueError for a cap below one step, RuntimeError where torch
+    would differentiate the reference.
     """
     flags = {"reference_rounding": reference_rounding, "all_rows_nonempty": all_rows_nonempty, "return_lse": return_lse}
     spec = contract.check(q, kv, sinks, topk_idxs, sm_scale, plan=plan, **flags)
@@ -103,9 +105,8 @@ def dsv4_sparse_attention(
     cap = contract.check_backward(backward_impl, backward_workspace_bytes)
     ids = contract.plan_ids(plan, topk_idxs, _plans(picked, backend, q), spec)
     if picked == "tilelang":
-        if torch.is_grad_enabled() and (q.requires_grad or kv.requires_grad or sinks.requires_grad):
-            contract.check_differentiable(False, backward_impl)
-        out, lse = torch_bridge_kernels.ATTEND(q, kv, sinks, ids, spec.scale, bool(reference_rounding), cap)
+        fixed = backward_impl == "deterministic"
+        out, lse = torch_bridge_kernels.ATTEND(q, kv, sinks, ids, spec.scale, bool(reference_rounding), fixed, cap)
     else:
         contract.check_rounding(reference_rounding, backend)
         out, lse = _attend(q, kv, sinks, ids, spec)
