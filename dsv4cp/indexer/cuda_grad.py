@@ -1,7 +1,7 @@
 """The indexer's gradients and the scores of given ids on the GPU, for CuPy arrays.
 
-q, keys and incoming gradients are read where they lie; only what 16-byte copies cannot reach is copied. Work is queued on
-CuPy's current stream; nothing waits for it.
+q, keys and incoming gradients are read where they lie; only what 16-byte copies cannot reach is copied. Work is queued
+on CuPy's current stream; nothing waits for it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import numpy as np
 from .._arrays import dtype_name
 from . import contract_grad
 from .contract import SlotsSpec, Spec
+from .cuda_grad_kernels import VARIANTS
 from .cuda_grad_launch import (
-    VARIANTS,
     Operand,
+    Operands,
+    aligned,
     dense_workspace_bytes,
     launch_scores_grad,
     launch_topk_scores,
@@ -24,7 +26,7 @@ from .cuda_grad_launch import (
     plan,
 )
 
-__all__ = ["VARIANTS", "aligned", "scores_grad", "topk_scores", "topk_scores_grad"]
+__all__ = ["VARIANTS", "scores_grad", "topk_scores", "topk_scores_grad"]
 
 
 def topk_scores(q: Any, pooled_kv: Any, weights: Any, topk_indices: Any, spec: SlotsSpec) -> Any:
@@ -33,7 +35,7 @@ def topk_scores(q: Any, pooled_kv: Any, weights: Any, topk_indices: Any, spec: S
         q, pooled_kv = _readable(q), _readable(pooled_kv)
         weights, ids = cupy.ascontiguousarray(weights), cupy.ascontiguousarray(topk_indices)
         out = cupy.empty(ids.shape, np.float32)
-        launch_topk_scores(_operand(q), _operand(pooled_kv), _operand(weights), _operand(ids), out.data.ptr, spec)
+        launch_topk_scores(_operands(q, pooled_kv, weights, ids), out.data.ptr, spec)
         return out
 
 
@@ -48,10 +50,8 @@ def topk_scores_grad(
         weights, ids = cupy.ascontiguousarray(weights), cupy.ascontiguousarray(topk_indices)
         grads = [cupy.empty(x.shape, x.dtype) for x in (q, pooled_kv, weights)]
         workspace = cupy.empty(passes.workspace_bytes, np.uint8)
-        launch_topk_scores_grad(
-            _operand(grad_scores), _operand(q), _operand(pooled_kv), _operand(weights), _operand(ids),
-            *(x.data.ptr for x in grads), workspace.data.ptr, spec, passes,
-        )  # fmt: skip
+        operands = _operands(q, pooled_kv, weights, ids, grad_scores)
+        launch_topk_scores_grad(operands, tuple(x.data.ptr for x in grads), workspace.data.ptr, spec, passes)
         return tuple(grads)
 
 
@@ -61,17 +61,13 @@ def scores_grad(grad_scores: Any, q: Any, pooled_kv: Any, weights: Any, spec: Sp
         q, pooled_kv, weights = _readable(q), _readable(pooled_kv), cupy.ascontiguousarray(weights)
         grads = [cupy.empty(x.shape, x.dtype) for x in (q, pooled_kv, weights)]
         workspace = cupy.empty(dense_workspace_bytes(spec), np.uint8)
-        launch_scores_grad(
-            _operand(grad_scores), _operand(q), _operand(pooled_kv), _operand(weights),
-            *(x.data.ptr for x in grads), workspace.data.ptr, spec,
-        )  # fmt: skip
+        operands = _operands(q, pooled_kv, weights, None, grad_scores)
+        launch_scores_grad(operands, tuple(x.data.ptr for x in grads), workspace.data.ptr, spec)
         return tuple(grads)
 
 
-def aligned(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether 16-byte copies reach every row: strides in elements of 2 bytes, of axes longer than 1."""
-    steps = (step for step, size in zip(strides[:-1], shape[:-1], strict=True) if size > 1)
-    return address % 16 == 0 and strides[-1] == 1 and not any(step % 8 for step in steps)
+def _operands(*arrays: Any) -> Operands:
+    return Operands(*(None if x is None else _operand(x) for x in arrays))  # type: ignore[arg-type]
 
 
 def _operand(x: Any) -> Operand:

@@ -5,13 +5,14 @@ Errors: relative Frobenius against a float64 oracle, hostile inputs, both modes.
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import cupy
 import numpy as np
 
-from dsv4cp.indexer import contract, cuda_grad, cuda_grad_launch
-from tests.support.indexer_gpu import dense_oracle_grad, inputs, layer_inputs, oracle_grad, oracle_scores, selection
+from dsv4cp.indexer import contract, cuda_grad, cuda_grad_kernels
+from tests.support.indexer_gpu import dense_oracle_grad, inputs, layer_inputs, oracle_grad, oracle_scores
 
 
 def error(got, want) -> float:
@@ -48,25 +49,25 @@ DENSE = [
 
 
 def errors() -> None:
-    print(f"{'case':<60}{'path':<10}{'scores':>9}  {'q':>8} {'k':>8} {'w':>8}   deterministic q, k, w   in parts: same bits")
+    print(f"{'case':<60}{'path':<10}{'scores':>9}  {'q':>8} {'k':>8} {'w':>8}   deterministic   in parts: same bits")
     for case in CASES:
-        for path in cuda_grad_launch.PATHS:
+        for path in cuda_grad_kernels.PATHS:
             if path != "hopper" or (case.get("dim", 128) == 128 and case.get("heads", 64) <= 64):
                 print(f"{case!s:<60}{path:<10}", guarded(case_errors, case, path), flush=True)
     for case in DENSE:
-        for path in cuda_grad_launch.PATHS:
+        for path in cuda_grad_kernels.PATHS:
             print(f"dense {case!s:<54}{path:<10}", guarded(dense_errors, case, path), flush=True)
 
 
 def guarded(check, case, path) -> str:
     """The check's line, or what stopped it: the next case may still run."""
-    cuda_grad_launch.forced_path = path
+    cuda_grad_kernels.forced_path = path
     try:
         return check(case)
     except Exception as problem:
         return f"{type(problem).__name__}: {str(problem)[:300]}"
     finally:
-        cuda_grad_launch.forced_path = None
+        cuda_grad_kernels.forced_path = None
 
 
 def case_errors(case) -> str:
@@ -133,15 +134,14 @@ def times() -> None:
         g, q, k, w, ids = layer_inputs(queries, topk)
         repeats = 20 if queries < 10000 else 7
         spec = contract.check_topk_scores_grad(g, q, k, w, ids, 4, 0.125)
-        line = f"S{queries} k {topk}: scores {median(lambda: cuda_grad.topk_scores(q, k, w, ids, spec), repeats):.3f} ms"
-        for path in cuda_grad_launch.PATHS:
-            cuda_grad_launch.forced_path = path
+        forward = functools.partial(cuda_grad.topk_scores, q, k, w, ids, spec)
+        line = f"S{queries} k {topk}: scores {median(forward, repeats):.3f} ms"
+        for path in cuda_grad_kernels.PATHS:
+            cuda_grad_kernels.forced_path = path
             for fixed in (False, True):
-                def call(fixed=fixed):
-                    return cuda_grad.topk_scores_grad(g, q, k, w, ids, spec, deterministic=fixed)
-
+                call = functools.partial(cuda_grad.topk_scores_grad, g, q, k, w, ids, spec, deterministic=fixed)
                 line += f", {path} {'fixed' if fixed else 'atomic'} {median(call, repeats):.3f}"
-        cuda_grad_launch.forced_path = None
+        cuda_grad_kernels.forced_path = None
         print(line, flush=True)
     queries = 8192
     g, q, k, w, _ = layer_inputs(queries, 1)

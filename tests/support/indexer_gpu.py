@@ -61,9 +61,11 @@ def dense_oracle_grad(g, q, k, w, scale):
     return dq, dk, dw
 
 
-def inputs(*, batch=2, queries=9, heads=64, dim=128, entries=150, slots=70, dtype="bfloat16", numbers=None, ids=np.int32, seed=0):
-    """(grad_scores, q, pooled_kv, weights, ids) as CuPy arrays: -1, other negative ids, ids from P on and repeats anywhere,
-    one query without any, NaN in rows that nobody selects and in the gradient of slots that do not exist."""
+def inputs(
+    *, batch=2, queries=9, heads=64, dim=128, entries=150, slots=70, dtype="bfloat16", numbers=None, ids=np.int32, seed=0
+):
+    """(grad_scores, q, pooled_kv, weights, ids) as CuPy arrays: -1, other negative ids, ids from P on and repeats
+    anywhere, one query without any, NaN in rows that nobody selects and in the gradient of slots that do not exist."""
     rng = np.random.default_rng(seed)
     index = rng.integers(-entries // 3 - 1, entries + entries // 4 + 1, (batch, queries, slots))
     if batch and queries > 2 and slots:
@@ -89,7 +91,8 @@ def selection(queries: int, topk: int, ratio: int = 4):
         position = cupy.arange(first, min(first + 4096, queries))[:, None]
         key = (position * entries + entry) * 0x9E3779B97F4A7C1 >> 20 & 0x7FFFFFFF  # the order of a hash
         order = cupy.argsort(cupy.where(entry < (position + 1) // ratio, key, 2**31), axis=-1)[:, :topk]
-        order = cupy.sort(cupy.where(cupy.arange(order.shape[1])[None, :] < (position + 1) // ratio, order, entries), axis=-1)
+        visible = cupy.arange(order.shape[1])[None, :] < (position + 1) // ratio
+        order = cupy.sort(cupy.where(visible, order, entries), axis=-1)
         out[0, first : first + 4096, : order.shape[1]] = cupy.where(order < entries, order, -1)
     return out, entries
 
