@@ -58,7 +58,7 @@ class Passes(NamedTuple):
 
 def plan(spec: SlotsSpec, deterministic: bool, cap: int) -> Passes:
     """The passes of topk_scores_grad. "atomic": float32 sums of all keys, which the cap does not count.
-    "deterministic": 8 bytes a column and a bound per key row, within the cap: whole batch rows, or ranges of one row's keys."""
+    "deterministic": 8 bytes a column and a bound per key row, within the cap: whole batch rows, or ranges of a row."""
     rows = min(spec.batch, MOST_ROWS)
     if not deterministic:
         return Passes(False, rows, spec.entries, 4 * rows * spec.entries * spec.index_dim)
@@ -170,7 +170,8 @@ def launch_scores_grad(
         rows = min(each, spec.batch - first)
         _launch_query(
             q.dtype, spec, False, grid=(spec.queries, rows), stream=stream, **shared,
-            **_strides("g", grad_scores, "bst"), ids=np.uintp(0), grad_q=np.uintp(grad_q), grad_w=np.uintp(grad_w), sums=np.uintp(0), bounds=np.uintp(0),
+            **_strides("g", grad_scores, "bst"), ids=np.uintp(0), grad_q=np.uintp(grad_q),
+            grad_w=np.uintp(grad_w), sums=np.uintp(0), bounds=np.uintp(0),
             slots=np.int32(spec.entries), ids_wide=np.int32(0), terms=np.uint32(1), **_range(first, 0, spec.entries),
         )  # fmt: skip
         _kernels.launch(
@@ -213,8 +214,9 @@ def _numbers(x: Operands, spec: Spec) -> dict[str, Any]:
     grad_scores = _given(x.grad_scores)
     return {
         "grad_scores": np.uintp(grad_scores.address), "q": np.uintp(x.q.address),
-        "weights": np.uintp(x.weights.address), "heads": np.int32(spec.heads), "g_kind": np.int32(KINDS[grad_scores.dtype]),
-        "w_kind": np.int32(KINDS[x.weights.dtype]), "scale": np.float32(spec.softmax_scale),
+        "weights": np.uintp(x.weights.address), "heads": np.int32(spec.heads),
+        "g_kind": np.int32(KINDS[grad_scores.dtype]), "w_kind": np.int32(KINDS[x.weights.dtype]),
+        "scale": np.float32(spec.softmax_scale),
     }  # fmt: skip
 
 

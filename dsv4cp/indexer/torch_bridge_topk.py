@@ -2,9 +2,9 @@
 dsv4::indexer_topk_scores_grad, and the CUDA gradient of dense scores.
 
 On CUDA tensors that fit the kernels both directions are this package's CUDA; everything else is the reference run on
-torch tensors, so that a graph captured with the operators runs anywhere. The kernels' gradient of the entries is summed by
-atomic additions, or, while torch.use_deterministic_algorithms is on when the backward pass runs, in a way whose bits do
-not depend on any order.
+torch tensors, so that a graph captured with the operators runs anywhere. The kernels' gradient of the entries is summed
+by atomic additions, or, while torch.use_deterministic_algorithms is on when the backward pass runs, in a way whose bits
+do not depend on any order.
 """
 
 from __future__ import annotations

@@ -62,10 +62,11 @@ def dense_oracle_grad(g, q, k, w, scale):
 
 
 def inputs(
-    *, batch=2, queries=9, heads=64, dim=128, entries=150, slots=70, dtype="bfloat16", numbers=None, ids=np.int32, seed=0
-):
+    *, batch=2, queries=9, heads=64, dim=128, entries=150, slots=70, dtype="bfloat16", numbers=None, ids=np.int32,
+    seed=0,
+):  # fmt: skip
     """(grad_scores, q, pooled_kv, weights, ids) as CuPy arrays: -1, other negative ids, ids from P on and repeats
-    anywhere, one query without any, NaN in rows that nobody selects and in the gradient of slots that do not exist."""
+    anywhere, one query without any, NaN in rows that nobody selects and in gradients of slots that do not exist."""
     rng = np.random.default_rng(seed)
     index = rng.integers(-entries // 3 - 1, entries + entries // 4 + 1, (batch, queries, slots))
     if batch and queries > 2 and slots:
