@@ -3,9 +3,9 @@
     python tests/gpu/check_indexer.py [--quick | --only-check]
 
 Correctness: both kernels of the scores, dtypes, heads, sizes, positions, against a float64 oracle; the selection
-against a full stable sort. Times: medians of CUDA-event times after warm-up, of the kernels alone (every call queued behind other
-work), beside a bfloat16 product of 8192 x 8192 where torch is installed. Exit status 1 when anything differs or a
-target is missed.
+against a full stable sort. Times: medians of CUDA-event times after warm-up, of the kernels alone (every call queued
+behind other work), beside a bfloat16 product of 8192 x 8192 where torch is installed. Exit status 1 when anything
+differs or a target is missed.
 """
 
 from __future__ import annotations
