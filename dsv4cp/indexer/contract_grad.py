@@ -1,16 +1,15 @@
 """What the indexer's gradients and the scores of given ids accept beyond contract.py: how sums over queries are made,
-working memory, and which arrays the CUDA kernels take. Metadata only."""
+working memory, incoming gradients of the CUDA kernels. Metadata only."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from .._arrays import dtype_name, whole_number
+from . import contract_kernels
 
 BACKWARD_IMPLS = ("atomic", "deterministic")
 WORKSPACE_BYTES = 2 * 1024**3
-KERNEL_DTYPES, KERNEL_DIMS, KERNEL_HEADS = ("bfloat16", "float16"), (64, 128), 128
-KERNEL_NUMBERS = ("bfloat16", "float16", "float32")  # of weights and incoming gradients
 
 
 def check_backward(backward_impl: Any, backward_workspace_bytes: Any) -> int:
@@ -38,34 +37,21 @@ def check_fixed_order(chosen: str, library: str, backward_impl: str) -> None:
 
 def kernels_unfit(q: Any, pooled_kv: Any, weights: Any, grad_scores: Any = None) -> str | None:
     """Why the CUDA kernels cannot take these arrays though they are valid arguments, None when they can."""
-    return _unfit_dtype(q, pooled_kv, weights, grad_scores) or _unfit_size(q)
+    return contract_kernels.unfit(q, pooled_kv, weights) or _unfit_grad(grad_scores)
 
 
 def within_kernels(chosen: str, backend: str, q: Any, pooled_kv: Any, weights: Any, grad_scores: Any = None) -> str:
     """`chosen`, or "reference" where "auto" chose kernels that cannot take the arrays; raises where they were named."""
-    if chosen != "cuda" or kernels_unfit(q, pooled_kv, weights, grad_scores) is None:
+    chosen = contract_kernels.within(chosen, backend, q, pooled_kv, weights)
+    reason = _unfit_grad(grad_scores)
+    if chosen != "cuda" or reason is None:
         return chosen
     if backend == "auto":
         return "reference"
-    reason = _unfit_dtype(q, pooled_kv, weights, grad_scores)
-    raise ValueError(_unfit_size(q)) if reason is None else TypeError(reason)
+    raise TypeError(reason)
 
 
-def _unfit_dtype(q: Any, pooled_kv: Any, weights: Any, grad_scores: Any) -> str | None:
-    if dtype_name(q) not in KERNEL_DTYPES:
-        return f"q: the CUDA kernels take bfloat16 or float16, got {dtype_name(q)}"
-    if dtype_name(pooled_kv) != dtype_name(q):
-        return f"pooled_kv: the CUDA kernels take q's dtype {dtype_name(q)}, got {dtype_name(pooled_kv)}"
-    for name, x in (("weights", weights), ("grad_scores", grad_scores)):
-        if x is not None and dtype_name(x) not in KERNEL_NUMBERS:
-            return f"{name}: the CUDA kernels take {', '.join(KERNEL_NUMBERS)}, got {dtype_name(x)}"
-    return None
-
-
-def _unfit_size(q: Any) -> str | None:
-    heads, dim = q.shape[-2:]
-    if dim not in KERNEL_DIMS:
-        return f"q: the CUDA kernels take index dim 64 or 128, got {dim}"
-    if not 0 < heads <= KERNEL_HEADS:
-        return f"q: the CUDA kernels take 1 to {KERNEL_HEADS} heads, got {heads}"
-    return None
+def _unfit_grad(grad_scores: Any) -> str | None:
+    if grad_scores is None or dtype_name(grad_scores) in contract_kernels.NUMBERS:
+        return None
+    return f"grad_scores: the CUDA kernels take {', '.join(contract_kernels.NUMBERS)}, got {dtype_name(grad_scores)}"

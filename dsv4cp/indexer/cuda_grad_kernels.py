@@ -10,11 +10,11 @@ from typing import Any
 import cupy
 
 from .. import _kernels
-from . import contract_grad
+from . import contract_kernels
 from .contract import Spec
 
 ELEMENTS = {"bfloat16": "BFloat16", "float16": "Float16"}
-DIMS, HEADS = contract_grad.KERNEL_DIMS, (64, 128)  # of a block of indexer_grad_query.cu
+DIMS, HEADS = contract_kernels.DIMS, (64, 128)  # of a block of indexer_grad_query.cu
 HOPPER_DIM, HOPPER_HEADS, HOPPER_SHARED = 128, 64, (101632, 103680)  # of indexer_grad_query_sm90.cu, by FIXED
 TILE, LIST, THREADS = 64, 1024, 128
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from .._backend import pick
-from . import contract, contract_grad
+from . import contract, contract_grad, contract_kernels
 
-OFFERED = ("reference",)
+OFFERED = ("reference", "cuda")  # scores and selections
 GRAD_OFFERED = ("reference", "cuda")  # the gradients, and dsv4_indexer_topk_scores that they belong to
 EXTRACT_OFFERED = ("reference", "numba")  # extract_indexer_topk_scores
 
@@ -33,7 +33,8 @@ def dsv4_indexer_scores(
     softmax_scale: finite real number on the host, usually E**-0.5.
     query_total_len: length of the whole sequence, at least query_start + S (the default); only checked, the causal
     rule does not need it.
-    backend: "auto" or "reference", which is what "auto" takes for every array.
+    backend: "auto" takes "cuda" for CuPy arrays q and pooled_kv both in bfloat16 or both in float16, weights in one of
+    these or float32, E 64 or 128, I 1 to 128; "reference" for all others. "cuda" by name takes nothing else.
 
     Returns [B, S, P], float32 (float64 if any input is float64), accumulated in that dtype. The bits of a score do
     not depend on the batch or on how many queries come along. P may exceed what the sequence has finished; zero
@@ -43,7 +44,11 @@ def dsv4_indexer_scores(
     behind NeMo AutoModel's deepseek_v4.optimized_kernels.
     """
     spec = contract.check_scores(q, pooled_kv, weights, compress_ratio, softmax_scale, query_start, query_total_len)
-    match pick("dsv4_indexer_scores", backend, spec.library, offered=OFFERED):
+    chosen = pick("dsv4_indexer_scores", backend, spec.library, offered=OFFERED)
+    impl: Any
+    match contract_kernels.within(chosen, backend, q, pooled_kv, weights):
+        case "cuda":
+            from . import cuda as impl
         case _:
             from . import reference as impl
     return impl.scores(q, pooled_kv, weights, spec)
@@ -223,7 +228,8 @@ def dsv4_indexer_topk(
     Returns int32 [B, S, topk]; with return_scores=True (ids, scores), scores float32 (float64 if any input is
     float64), -inf where the id is -1. The same bits whatever the batch or the chunking; at most 256 MiB beyond inputs
     and result for any S (P up to 262144). Not differentiable: dsv4_indexer_topk_scores gives the chosen scores a
-    gradient. Errors as in dsv4_indexer_scores.
+    gradient. backend and errors as in dsv4_indexer_scores; the CUDA kernels choose by the bits of their own scores, and
+    more than 2048 entries by the reference's selection.
     """
     documents = {
         "q_segment_ids": q_segment_ids,
@@ -244,7 +250,11 @@ def dsv4_indexer_topk(
         return_scores,
         documents,
     )
-    match pick("dsv4_indexer_topk", backend, spec.library, offered=OFFERED):
+    chosen = pick("dsv4_indexer_topk", backend, spec.library, offered=OFFERED)
+    impl: Any
+    match contract_kernels.within(chosen, backend, q, pooled_kv, weights):
+        case "cuda":
+            from . import cuda as impl
         case _:
             from . import selection as impl
     return impl.topk(q, pooled_kv, weights, tuple(documents.values()), spec)
@@ -259,11 +269,16 @@ def select_indexer_topk(
     with fewer usable entries ends in -1; the width is `topk` even where P < topk, and P = 0 or topk = 0 are fine.
     order: "id" lists the chosen ids ascending, "score" best first (ties: smaller id first); -1 last in both.
 
+    backend: "auto" takes "cuda" for CuPy arrays in bfloat16, float16 or float32, "reference" for all others.
     scores: [..., P], any float dtype. Returns int32 [..., topk]; with return_scores=True (ids, values), values float32
     (float64 for float64 scores), -inf where the id is -1. Errors as in dsv4_indexer_scores.
     """
     spec = contract.check_select(scores, topk, order, return_scores)
-    match pick("select_indexer_topk", backend, spec.library, offered=OFFERED):
+    chosen = pick("select_indexer_topk", backend, spec.library, offered=OFFERED)
+    impl: Any
+    match contract_kernels.within_selection(chosen, backend, scores):
+        case "cuda":
+            from . import cuda as impl
         case _:
             from . import selection as impl
     return impl.select(scores, spec)
