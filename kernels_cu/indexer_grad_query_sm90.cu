@@ -1,0 +1,436 @@
+// Gradients of scores at given ids on Hopper: wgmma, INDEX_DIM 128, up to 64 heads, bfloat16 or float16.
+// archs: 90a
+// hot: indexer_grad_query_sm90
+//
+//     l[t,h]    = q[h] . k[id_t]                       over slots t with an id in [key_first, key_last); on = (l > 0)
+//     grad_q[h] = scale w[h] sum_t on[t,h] g[t] k[id_t]
+//     grad_w[h] = scale sum_t relu(l[t,h]) g[t]
+//     grad_k[id_t] += scale g[t] sum_h on[t,h] w[h] q[h]        once per slot, summed over all heads here
+//
+// Grid: one block per query (x, last first) and batch row (y). Block: one warpgroup, two of them a multiprocessor, which fill
+//   each other's waits: inside a block only copies of the next 64 key rows and additions to memory run ahead. 64 slots at a
+//   time:
+//   logits: m64 (slots) n64 (heads); A key rows in registers, B q, K-major.
+//   grad_k: m64 (slots) n64 (columns), twice; A on w in registers (the logits' own fragments), B q, N-major. Each warp lays
+//     its 16 rows down in shared memory and adds whole rows to memory (cp.reduce.async.bulk).
+//   grad_q: m64 (heads) n128; A on g from shared memory, M-major, B key rows, N-major; in registers for the whole query.
+// Shared memory (dynamic, 128-byte swizzled tiles of 64 columns): q [2][64][64], two stages of key rows [2][64][64], on g
+//   [64][64], rows to add [4 warps][16][PITCH], w, lists of up to LIST valid slots.
+// Determinism, operands, powers of two, NaN: as in indexer_grad_query.cu.
+//
+// Floors on one H200 at S32768 k1024 I64 E128 (31.5 million valid slots): scatter of 16.1 GB at 3.75 TB/s 4.3 ms, products
+// 2.1 ms. Tensor cores 770 clocks a block of 64 slots, of 2600 that 5.7 ms leave a multiprocessor.
+//
+// Log (one H200, CUDA 13.0):
+//   1  additions alone, random ascending rows: pieces of 64 bytes (red.v4 as the fragments lie) 5.2 ms, of 32 bytes 7.1, of
+//      128 bytes and more, bulk rows of 256 or 512 bytes too, 4.3. Integers (64 bits): pieces of 16 bytes 21 ms, of
+//      32 bytes 14.4, of 128 bytes and bulk rows 8.6. Gathering key rows beside it costs 0.2. Hence rows through shared memory.
+#ifndef ELEMENT
+#define ELEMENT BFloat16
+#endif
+#ifndef FIXED
+#define FIXED 0
+#endif
+#ifndef WANT_Q  // grad_q and grad_w
+#define WANT_Q 1
+#endif
+#ifndef WANT_K  // grad_k
+#define WANT_K 1
+#endif
+#include "common_hopper.cuh"
+#include "fixed_sum.cuh"
+#include "indexer_grad.cuh"
+typedef ELEMENT Element;
+#if FIXED
+typedef i64 Sum;
+#else
+typedef float Sum;
+#endif
+
+static const int DIM = 128, HEADS = 64, THREADS = 128, WARPS = 4, SLOTS = 64, LIST = 1024;
+static const u32 PITCH = FIXED ? 576 : 544;  // 512 bytes of a row and what keeps neighbouring rows in different banks
+static const u32 TILE = 64 * 128, STAGE = 2 * TILE;
+static const u32 AT_K = 2 * TILE, AT_G = AT_K + 2 * STAGE, AT_ROWS = AT_G + TILE, AT_W = AT_ROWS + 64 * PITCH, AT_ID = AT_W + HEADS * 4, AT_VALUE = AT_ID + LIST * 4;
+static const u32 AT_PART = AT_VALUE + LIST * 4, SHARED = AT_PART + 4 * HEADS * 4;
+#ifdef SHARED_BYTES  // what the launch asks for
+static_assert(SHARED == SHARED_BYTES, "shared memory");
+#endif
+
+DEVICE void wgmma_wait_but_one() { asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); }
+
+// d[64 x 64] (+)= A[64 x 16] B[16 x 64]: A in registers, B from shared memory, K-major.
+DEVICE void wgmma_m64n64k16_rs(float (&d)[32], const u32 (&a)[4], u64 b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." ELEMENT_PTX "." ELEMENT_PTX " {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, "
+        "%8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, "
+        "%24, %25, %26, %27, %28, %29, %30, %31"
+        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+// d[64 x 64] (+)= A[64 x 16] B[16 x 64]: A in registers, B from shared memory, N-major.
+DEVICE void wgmma_m64n64k16_rs_t(float (&d)[32], const u32 (&a)[4], u64 b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." ELEMENT_PTX "." ELEMENT_PTX " {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, "
+        "%8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, "
+        "%24, %25, %26, %27, %28, %29, %30, %31"
+        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+// d[64 x 128] (+)= A[64 x 16] B[16 x 128]: both from shared memory, A M-major, B N-major.
+DEVICE void wgmma_m64n128k16_tt(float (&d)[64], u64 a, u64 b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." ELEMENT_PTX "." ELEMENT_PTX " {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, "
+        "%8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, "
+        "%24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, "
+        "%40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, "
+        "%56, %57, %58, %59, %60, %61, %62, %63"
+        "}, %64, %65, p, 1, 1, 1, 1;\n}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+
+struct Call {
+    const void *grad_scores, *weights, *ids;
+    const u16 *q, *k;
+    i64 g_stride_b, g_stride_s, g_stride_t, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_p;
+    int heads, slots, g_kind, ids_wide, key_first, key_last;
+};
+
+// ---- Lists of valid slots ------------------------------------------------------------------------------
+
+// Ids and incoming gradients of the valid slots among first .. first + LIST - 1, in slot order. Returns how many; `largest`
+// becomes the largest |g| of them. The caller's barrier before: nobody reads the list any more.
+DEVICE int read_slots(const Call& p, u32 shared, int b, int s, int first, float& largest, int warp, int lane) {
+    const int EACH = LIST / THREADS;
+    int id[EACH];
+    float g[EACH];
+    u32 valid[EACH];
+    int count = 0;
+    float top = 0.f;
+#pragma unroll
+    for (int u = 0; u < EACH; ++u) {
+        const int slot = first + (warp * EACH + u) * 32 + lane;
+        i64 wide = -1;
+        if (slot < p.slots) wide = p.ids ? load_id(p.ids, ((i64)b * gridDim.x + s) * p.slots + slot, p.ids_wide) : slot;
+        const bool here = wide >= p.key_first && wide < p.key_last;
+        id[u] = here ? (int)wide : -1;
+        g[u] = here ? load_number(p.grad_scores, b * p.g_stride_b + s * p.g_stride_s + slot * p.g_stride_t, p.g_kind) : 0.f;
+        valid[u] = __ballot_sync(FULL_WARP, here);
+        top = larger(top, g[u]);
+        count += __popc(valid[u]);
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) top = larger(top, __shfl_xor_sync(FULL_WARP, top, step));
+    if (lane == 0) {
+        store_u32(shared + AT_PART + warp * 4, (u32)count);
+        store_float(shared + AT_PART + (WARPS + warp) * 4, top);
+    }
+    __syncthreads();  // counts and maxima of all warps are there
+    int at = 0, total = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+        const int n = (int)load_u32(shared + AT_PART + w * 4);
+        at += w < warp ? n : 0;
+        total += n;
+        largest = larger(largest, load_float(shared + AT_PART + (WARPS + w) * 4));
+    }
+#pragma unroll
+    for (int u = 0; u < EACH; ++u) {
+        if (id[u] >= 0) {
+            const int to = at + __popc(valid[u] & ((1u << lane) - 1));
+            store_u32(shared + AT_ID + to * 4, (u32)id[u]);
+            store_float(shared + AT_VALUE + to * 4, g[u]);
+        }
+        at += __popc(valid[u]);
+    }
+    __syncthreads();  // the list is complete
+    return total;
+}
+
+// Starts copying 64 listed key rows from `first` on; rows from `count` on are zeros.
+DEVICE void gather(const u16* k, i64 stride, u32 shared, u32 stage, int first, int count) {
+    const int chunk = threadIdx.x % 16;
+    const u32 to = stage + (chunk >> 3) * TILE;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const int row = threadIdx.x / 16 + i * 8, at = first + row;
+        const bool exists = at < count;
+        const int id = exists ? (int)load_u32(shared + AT_ID + at * 4) : 0;
+        copy16_if(to + row * 128 + (((chunk & 7) ^ (row & 7)) << 4), k + id * stride + chunk * 8, exists);  // 64-bit: id * stride
+    }
+    copies_commit();
+}
+
+// Starts copying q; heads beyond I are zeros.
+DEVICE void copy_q(const u16* q, i64 stride, u32 shared, int heads) {
+    const int chunk = threadIdx.x % 16;
+    const u32 to = shared + (chunk >> 3) * TILE;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const int h = threadIdx.x / 16 + i * 8;
+        copy16_if(to + h * 128 + (((chunk & 7) ^ (h & 7)) << 4), q + (h < heads ? h : 0) * stride + chunk * 8, h < heads);
+    }
+    copies_commit();
+}
+
+// ---- Additions to grad_k -------------------------------------------------------------------------------
+
+// What the warp has started adding has been read from shared memory.
+DEVICE void rows_free() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    __syncwarp();
+}
+
+// 64 columns of c, times factor, into the warp's rows from `column` on.
+DEVICE void lay_down(const float (&c)[32], u32 rows, int column, const float (&factor)[2], const float (&unit)[2], int lane) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+        const u32 to = rows + ((lane >> 2) + e * 8) * PITCH + (column + (lane & 3) * 2) * sizeof(Sum);
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+            const float x = c[n * 4 + e * 2] * factor[e], y = c[n * 4 + e * 2 + 1] * factor[e];
+#if FIXED
+            asm volatile("st.shared.v2.u64 [%0], {%1, %2};" ::"r"(to + n * 64), "l"(to_fixed(x, unit[e])), "l"(to_fixed(y, unit[e]))
+                         : "memory");
+#else
+            asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to + n * 32), "f"(x), "f"(y) : "memory");
+#endif
+        }
+    }
+}
+
+// Starts adding the warp's rows, 512 bytes each; lane i has the address of row i, null where nothing is added.
+DEVICE void add_rows(u32 rows, Sum* to, int lane) {
+    fence_async();
+    __syncwarp();  // all lanes' numbers are there
+    if (lane < 16 && to != nullptr) {
+#if FIXED
+        asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u64 [%0], [%1], 512;" ::"l"(to), "r"(rows + lane * PITCH) : "memory");
+#else
+        asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], 512;" ::"l"(to), "r"(rows + lane * PITCH) : "memory");
+#endif
+        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    }
+}
+
+// ---- Kernel --------------------------------------------------------------------------------------------
+
+// Arguments as in indexer_grad_query.cu; which gradients are wanted is known at compile time here.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) indexer_grad_query_sm90(
+    const void* grad_scores, const u16* q, const u16* k, const void* weights, const void* ids, u16* grad_q, void* grad_w, void* sums,
+    const u32* bounds, i64 g_stride_b, i64 g_stride_s, i64 g_stride_t, i64 q_stride_b, i64 q_stride_s, i64 q_stride_h,
+    i64 k_stride_b, i64 k_stride_p, i64 query_start, i64 ratio, int batch_first, int heads, int slots, int g_kind, int w_kind,
+    int ids_wide, int key_first, int key_last, u32 terms, float scale) {
+    extern __shared__ __align__(1024) unsigned char dynamic[];
+    const u32 shared = shared_address(dynamic);
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const int b = batch_first + blockIdx.y, s = gridDim.x - 1 - blockIdx.x;
+    if (ids == nullptr) {
+        const i64 sees = (query_start + s + 1) / ratio;
+        slots = sees < slots ? (int)sees : slots;
+    }
+    const Call p = {grad_scores, weights, ids, q, k, g_stride_b, g_stride_s, g_stride_t, q_stride_b, q_stride_s, q_stride_h,
+                    k_stride_b, k_stride_p, heads, slots, g_kind, ids_wide, key_first, key_last};
+    const i64 query = (i64)b * gridDim.x + s;
+    k += b * k_stride_b;
+    copy_q(q + b * q_stride_b + s * q_stride_s, q_stride_h, shared, heads);
+    Power w_power = {1.f, 1.f};
+    {
+        const float w0 = lane < heads ? load_number(weights, query * heads + lane, w_kind) : 0.f;
+        const float w1 = 32 + lane < heads ? load_number(weights, query * heads + 32 + lane, w_kind) : 0.f;
+        float top = larger(w0, w1);
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) top = larger(top, __shfl_xor_sync(FULL_WARP, top, step));
+        w_power = power_of(top);
+        if (warp == 0) {
+            store_float(shared + AT_W + lane * 4, w0 * w_power.down);
+            store_float(shared + AT_W + (32 + lane) * 4, w1 * w_power.down);
+        }
+    }
+
+    float acc[64], acc_w[16];  // grad_q / (scale w), grad_w / scale of this lane's 16 heads
+#pragma unroll
+    for (int i = 0; i < 16; ++i) acc_w[i] = 0.f;
+    float g_top = 0.f;
+    Power g_power = {1.f, 1.f};
+    int any = 0;
+    const int row = warp * 16 + (lane >> 2);  // of this thread's fragments, and row + 8
+
+    for (int first = 0; first < slots; first += LIST) {
+        __syncthreads();  // the previous list is done with
+        const int count = read_slots(p, shared, b, s, first, g_top, warp, lane);
+        if (count == 0) continue;
+        gather(k, k_stride_p, shared, shared + AT_K, 0, count);
+        const Power power = power_of(g_top);
+        if (any && power.up != g_power.up) {  // exact: a ratio of powers of two
+            const float r = g_power.up * power.down;
+#pragma unroll
+            for (int i = 0; i < 64; ++i) acc[i] *= r;
+        }
+        g_power = power;
+
+#pragma unroll 1
+        for (int block = 0, stage = 0; block < count; block += SLOTS, stage ^= 1) {
+            const u32 keys = shared + AT_K + stage * STAGE;
+            copies_wait<0>();
+            fence_async();
+            __syncthreads();  // rows have arrived; the other stage and on g are done with
+            if (block + SLOTS < count) gather(k, k_stride_p, shared, shared + AT_K + (stage ^ 1) * STAGE, block + SLOTS, count);
+
+            // l = K Q^T
+            float l[32];
+            {
+                u32 a[8][4];
+                const u32 from = keys + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) load_matrices(a[i], (from ^ ((i & 3) << 5)) + (i >> 2) * TILE);
+                const u64 at_q = operand(shared, 16, 1024);
+                wgmma_begin();
+#pragma unroll
+                for (int i = 0; i < 8; ++i) wgmma_m64n64k16_rs(l, a[i], at_q + (((i >> 2) * TILE + (i & 3) * 32) >> 4), i > 0);
+                wgmma_end();
+                wgmma_wait();
+            }
+
+            // on w as the A operand of grad_k, on g to shared memory, relu(l) g into grad_w.
+            const int at0 = block + row, at1 = at0 + 8;
+            const bool exists0 = at0 < count, exists1 = at1 < count;
+            const float g0 = exists0 ? load_float(shared + AT_VALUE + at0 * 4) : 0.f, g1 = exists1 ? load_float(shared + AT_VALUE + at1 * 4) : 0.f;
+            if (!exists1) {  // q may be infinite: 0 inf is no logit
+#pragma unroll
+                for (int j = 0; j < 8; ++j) {
+                    l[j * 4 + 2] = l[j * 4 + 3] = 0.f;
+                    if (!exists0) l[j * 4] = l[j * 4 + 1] = 0.f;
+                }
+            }
+            u32 on_w[4][4];
+            {
+                const float y0 = g0 * g_power.down, y1 = g1 * g_power.down, z0 = y0 * 0.f, z1 = y1 * 0.f;
+                const u32 to = shared + AT_G + row * 128 + ((lane >> 2) << 4) + (lane & 3) * 4;
+#pragma unroll
+                for (int j = 0; j < 8; ++j) {
+                    const float2 w = load_float2(shared + AT_W + (j * 8 + (lane & 3) * 2) * 4);
+                    const float zx = w.x * 0.f, zy = w.y * 0.f;
+                    const bool p00 = l[j * 4] > 0.f, p01 = l[j * 4 + 1] > 0.f, p10 = l[j * 4 + 2] > 0.f, p11 = l[j * 4 + 3] > 0.f;
+                    on_w[j >> 1][(j & 1) * 2] = Element::pack2(p00 ? w.x : zx, p01 ? w.y : zy);
+                    on_w[j >> 1][(j & 1) * 2 + 1] = Element::pack2(p10 ? w.x : zx, p11 ? w.y : zy);
+                    store_u32(to ^ (j << 4), Element::pack2(p00 ? y0 : z0, p01 ? y0 : z0));
+                    store_u32((to ^ (j << 4)) + 1024, Element::pack2(p10 ? y1 : z1, p11 ? y1 : z1));
+                    acc_w[j * 2] += relu(l[j * 4]) * g0 + relu(l[j * 4 + 2]) * g1;
+                    acc_w[j * 2 + 1] += relu(l[j * 4 + 1]) * g0 + relu(l[j * 4 + 3]) * g1;
+                }
+            }
+            fence_async();
+            __syncthreads();  // on g is complete
+
+            // c = (on w) Q of columns 0 to 63 and, beside what is then done with them, acc += (on g)^T K.
+            wgmma_begin();
+#if WANT_K
+            float c[32];
+            const u64 at_q = operand(shared, TILE, 1024);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) wgmma_m64n64k16_rs_t(c, on_w[i], at_q + (i * 2048 >> 4), i > 0);
+            wgmma_end();
+#endif
+#if WANT_Q
+            const u64 at_g = operand(shared + AT_G, 16, 1024), at_k = operand(keys, TILE, 1024);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) wgmma_m64n128k16_tt(acc, at_g + (i * 2048 >> 4), at_k + (i * 2048 >> 4), any | (i > 0));
+            wgmma_end();
+#endif
+#if WANT_K
+            const float factor[2] = {scale * g0 * w_power.up, scale * g1 * w_power.up};
+            const u32 rows = shared + AT_ROWS + warp * 16 * PITCH;
+            const int mine = block + warp * 16 + (lane & 15);
+            Sum* to = nullptr;
+            float unit[2] = {0.f, 0.f};
+            if (mine < count) {
+                const i64 key = (i64)blockIdx.y * (key_last - key_first) + (int)load_u32(shared + AT_ID + mine * 4) - key_first;
+                to = (Sum*)sums + key * DIM;
+                if (FIXED) unit[0] = fixed_factor(fixed_exponent(__uint_as_float(__ldg(bounds + key)), terms));
+            }
+            if (FIXED) unit[1] = __shfl_sync(FULL_WARP, unit[0], (lane >> 2) + 8), unit[0] = __shfl_sync(FULL_WARP, unit[0], lane >> 2);
+            rows_free();
+#if WANT_Q
+            wgmma_wait_but_one();
+#else
+            wgmma_wait();
+#endif
+            lay_down(c, rows, 0, factor, unit, lane);
+            if (FIXED) add_rows(rows, to, lane);
+            wgmma_begin();
+            float d[32];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) wgmma_m64n64k16_rs_t(d, on_w[i], at_q + ((TILE + i * 2048) >> 4), i > 0);
+            wgmma_end();
+            if (FIXED) rows_free();
+            wgmma_wait();
+            lay_down(d, rows, FIXED ? 0 : 64, factor, unit, lane);
+            add_rows(rows, FIXED && to != nullptr ? to + 64 : to, lane);
+#else
+            wgmma_wait();
+#endif
+            any = 1;
+        }
+    }
+    rows_free();
+    if (!WANT_Q) return;
+
+    // grad_q = scale w acc; a query without slots gets zeros whatever q, w and g hold.
+    __syncthreads();  // w is there; lists and maxima are done with
+    u16* out = grad_q + query * heads * DIM + (lane & 3) * 2;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+        const int h = row + e * 8;
+        const float f = load_float(shared + AT_W + h * 4) * w_power.up * scale;
+        if (h < heads) {
+#pragma unroll
+            for (int j = 0; j < 16; ++j) {
+                const float x = acc[j * 4 + e * 2] * g_power.up * f, y = acc[j * 4 + e * 2 + 1] * g_power.up * f;
+                *(u32*)(out + h * DIM + j * 8) = any ? Element::pack2(x, y) : 0u;
+            }
+        }
+    }
+    // grad_w: lanes of equal lane % 4 have the same heads.
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) acc_w[i] += __shfl_xor_sync(FULL_WARP, acc_w[i], step);
+        if (lane < 4) store_float(shared + AT_PART + (warp * HEADS + (i >> 1) * 8 + lane * 2 + (i & 1)) * 4, acc_w[i]);
+    }
+    __syncthreads();  // the four warps' parts are there
+    if (threadIdx.x < heads) {
+        float x = 0.f;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x += load_float(shared + AT_PART + (i * HEADS + threadIdx.x) * 4);
+        store_number(grad_w, query * heads + threadIdx.x, w_kind, any ? x * scale : 0.f);
+    }
+}
