@@ -86,7 +86,7 @@ DEVICE void load_four(const element* from, float (&x)[4]) {
     }
 }
 
-// This lane's entries of a tile: first + 128 v + c. The warp's vectors from `live` on lie behind the limit.
+// This lane's entries of a tile: first + 128 v + c. The warp's vectors from `live` on hold nothing to choose.
 struct Place {
     u32 first;
     int live;
@@ -98,7 +98,8 @@ DEVICE Place place_of(const Row& row, int tile, int lane, int warp) {
     return {start + lane * 4, min(VECTORS, (left + 127) / 128)};
 }
 
-DEVICE void load_keys(u32 (&key)[VECTORS][4], const Row& row, Place at) {
+// Also lowers at.live to the last vector that holds anything but NONE: rows may end in -inf.
+DEVICE void load_keys(u32 (&key)[VECTORS][4], const Row& row, Place& at) {
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
         if (v >= at.live) break;
@@ -120,6 +121,13 @@ DEVICE void load_keys(u32 (&key)[VECTORS][4], const Row& row, Place at) {
 #endif
         }
     }
+    u32 some = 0;  // bit v: vector v of this lane holds something
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+        if (v >= at.live) break;
+        if ((key[v][0] & key[v][1] & key[v][2] & key[v][3]) != NONE) some |= 1u << v;
+    }
+    at.live = 32 - __clz(__reduce_or_sync(FULL_WARP, some));
 }
 
 // Counts keys: FIRST by their upper 11 bits, where NONE has the last bin to itself, else by (key - low) >> shift where that
