@@ -6,30 +6,34 @@
 //                never NaN nor -inf; -1 where there are not enough
 //     visible  : j < limit_i = before + (phase + i) / ratio; DOCUMENTS: same segment, not 0, and early enough in it
 //
-// Grid: one block a row. Block: THREADS; a tile is THREADS x 4 VECTORS entries, four neighbours a thread and vector.
-// Shared memory (dynamic): 2049 words, first bins, then chosen ids; sort_size pairs of words for the order by score.
+// Grid: one block a row. Block: THREADS; a tile is 32 entries a thread, 1024 neighbours a warp, four neighbours a vector.
+// Shared memory (dynamic): two times 2049 bins; chosen ids, or pairs of ranks and ids to sort, in the place of the first.
 // Determinism: integer counts alone, so atomics leave no trace; bits of a row depend on its scores alone.
 //
-// A score becomes a rank, a 32-bit number that grows as scores fall; entries that may not be chosen have the rank NONE.
-// Digits of 11, 11 and 10 bits are counted in turn among the ranks that share the digits found so far, until the ranks up
-// to some number are exactly topk. Ranks of a row that fits a tile stay in registers; longer rows are read once a pass.
-// Nothing behind the causal limit is read. A row with at most topk entries needs no counting.
+// A score is its own key: the bits of floats grow with positive ones and, read as unsigned, away from zero with negative
+// ones, which therefore are worse than all positive ones. NaN and -inf become NONE, the worst key. Digits of 11, 11 and 10
+// bits are counted in turn among the keys that share the digits found so far, best first, until the keys up to some bin
+// are exactly topk. Keys of a row that fits a tile stay in registers; longer rows are read once a pass. Nothing behind the
+// causal limit is read. A row with at most topk entries needs no counting.
 //
-// Budget on one H200, [32768, 8192] float32, causal, k 1024: 537 MB in, 134 MB out: 0.16 ms of memory. About 20 instructions
-// an entry: 0.2 ms. A block's dozen barriers (5 us a row) want at least three blocks a multiprocessor.
+// Budget on one H200, [32768, 8192] float32, causal, k 1024: 537 MB in, 134 MB out: 0.16 ms of memory. It is the
+// instructions that count: about 20 an entry and 400 a warp and row beside them; 4 warps a row then spend as much on either.
+//
+// Log (one H200, CUDA 13.0; the case above, kernel alone, a bfloat16 GEMM in the same run at 785 TFLOP/s):
+//   1  ranks made of scores by six instructions, 16 keys a thread, four bytes of counts scanned for all warps at once:
+//      expected 0.3 to 0.5 ms; got 0.60 with 512 threads and keys in registers, 0.52 with 256 that read long rows
+//      again in each pass, 0.53 with 128, 0.58 with 32 keys in each of 256. Counting instructions: 15000 a row of 16 warps.
+//   2  keys as above, warps own 1024 neighbours so that one count a warp is all they exchange.
 #include "common.cuh"
 
 #ifndef ELEMENT
 #define ELEMENT Float32
 #endif
 #ifndef THREADS
-#define THREADS 512
-#endif
-#ifndef VECTORS
-#define VECTORS 4
+#define THREADS 256
 #endif
 #ifndef BLOCKS
-#define BLOCKS 3  // of a multiprocessor, for the register budget
+#define BLOCKS 4  // of a multiprocessor, for the register budget
 #endif
 #ifndef DOCUMENTS
 #define DOCUMENTS 0
@@ -37,36 +41,37 @@
 typedef ELEMENT Element;
 typedef Element::storage element;
 
-static const int WARPS = THREADS / 32, TILE = THREADS * 4 * VECTORS, QUARTERS = VECTORS / 4;
-static const int BINS = 2048, OWN_BINS = BINS / THREADS;
-static const u32 NONE = 0xffffffffu, ALL = 0xfffffffeu;
-static_assert(VECTORS % 4 == 0 && WARPS <= 32 && OWN_BINS % 4 == 0, "counts are packed in fours");
+static const int WARPS = THREADS / 32, VECTORS = 8, WARP_ENTRIES = VECTORS * 128, TILE = WARPS * WARP_ENTRIES;
+static const int BINS = 2048, OWN_BINS = BINS / THREADS, ARRAY = BINS + 4;  // words of an array of bins
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+static const int RESIDENT = BLOCKS * 3 / 4;  // the compiler wants more registers there
+#else
+static const int RESIDENT = BLOCKS;
+#endif
+static const u32 NONE = 0xffffffffu, POSITIVE = 0x7fffffffu;
+static_assert(WARPS <= 8 && OWN_BINS % 4 == 0, "how counts are summed");
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
-// +inf 0, ..., both zeros 0x7f800000, ..., the lowest finite score 0xfeffffff; NaN and -inf: NONE
-DEVICE u32 rank_of(float score) {
-    const u32 bits = __float_as_uint(score);
-    const u32 rank = (int)bits < 0 ? bits - 0x00800000u : 0x7f800000u - bits;
-    return rank < 0xff000000u ? rank : NONE;
+// The bits of the score, -0.0 as +0.0; NaN and -inf: NONE. No flushing of subnormals, whatever the compiler's options.
+DEVICE u32 key_of(float score) {
+    float key;
+    asm("{ .reg .f32 x; .reg .pred p; add.f32 x, %1, 0f00000000; setp.gt.f32 p, x, 0fFF800000; selp.f32 %0, x, 0fFFFFFFFF, p; }"
+        : "=f"(key)
+        : "f"(score));
+    return __float_as_uint(key);
 }
+// Grows as scores fall: what is sorted.
+DEVICE u32 rank_of(u32 key) { return (int)key < 0 ? key : key ^ POSITIVE; }
 
 struct Row {
     const element* scores;
-    int limit;     // entries behind it are not read
+    u32 limit;     // entries from here on are not read
     bool aligned;  // four neighbours in one load
 #if DOCUMENTS
     const i64 *segments, *positions;  // of the entries
     i64 segment, groups;              // the query's, and how many groups of its document are finished
 #endif
 };
-
-DEVICE bool visible(const Row& row, int j) {
-#if DOCUMENTS
-    return __ldg(row.segments + j) == row.segment && __ldg(row.positions + j) < row.groups;
-#else
-    return true;
-#endif
-}
 
 DEVICE void load_four(const element* from, float (&x)[4]) {
     if (sizeof(element) == 4) {
@@ -81,114 +86,123 @@ DEVICE void load_four(const element* from, float (&x)[4]) {
     }
 }
 
-// How many vectors of a tile reach entries that are read; the others hold NONE.
-DEVICE int live_of(const Row& row, int tile) { return (row.limit - tile * TILE - 1) / (THREADS * 4) + 1; }
+// This lane's entries of a tile: first + 128 v + c. The warp's vectors from `live` on hold nothing to choose.
+struct Place {
+    u32 first;
+    int live;
+};
 
-// First entry of a thread's vector v of a tile.
-DEVICE u32 entry_of(int tile, int v) { return (u32)tile * TILE + (v * THREADS + threadIdx.x) * 4; }
+DEVICE Place place_of(const Row& row, int tile, int lane, int warp) {
+    const u32 start = (u32)tile * TILE + warp * WARP_ENTRIES;
+    const int left = start < row.limit ? (int)(row.limit - start) : 0;
+    return {start + lane * 4, min(VECTORS, (left + 127) / 128)};
+}
 
-DEVICE void load_ranks(u32 (&rank)[VECTORS][4], const Row& row, int tile) {
-    const int live = live_of(row, tile);
+// Also lowers at.live to the last vector that holds anything but NONE: rows may end in -inf.
+DEVICE void load_keys(u32 (&key)[VECTORS][4], const Row& row, Place& at) {
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
-        const u32 j = entry_of(tile, v), limit = row.limit;
+        if (v >= at.live) break;
+        const u32 j = at.first + v * 128;
         float x[4] = {MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY};
-        if (v >= live) {
-#pragma unroll
-            for (int c = 0; c < 4; c++) rank[v][c] = NONE;
-            continue;
-        }
-        if (row.aligned && j + 3 < limit) {
+        if (row.aligned && j + 3 < row.limit) {
             load_four(row.scores + j, x);
         } else {
 #pragma unroll
             for (int c = 0; c < 4; c++)
-                if (j + c < limit) x[c] = Element::load(row.scores + j + c);
+                if (j + c < row.limit) x[c] = Element::load(row.scores + j + c);
         }
 #pragma unroll
         for (int c = 0; c < 4; c++) {
-            rank[v][c] = rank_of(x[c]);
+            key[v][c] = key_of(x[c]);
 #if DOCUMENTS
-            if (rank[v][c] != NONE && !visible(row, (int)j + c)) rank[v][c] = NONE;
+            if (key[v][c] == NONE) continue;
+            if (__ldg(row.segments + j + c) != row.segment || __ldg(row.positions + j + c) >= row.groups) key[v][c] = NONE;
 #endif
         }
     }
+    u32 some = 0;  // bit v: vector v of this lane holds something
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+        if (v >= at.live) break;
+        if ((key[v][0] & key[v][1] & key[v][2] & key[v][3]) != NONE) some |= 1u << v;
+    }
+    at.live = 32 - __clz(__reduce_or_sync(FULL_WARP, some));
 }
 
-// Counts the digits at `shift` of ranks whose digits from `above` on are the prefix; FIRST: the upper digits of all, NONE
-// in the last bin, where no other rank is. Ranks that do not count go to a bin that nobody reads: a branch costs more.
+// Counts keys: FIRST by their upper 11 bits, where NONE has the last bin to itself, else by (key - low) >> shift where that
+// is less than span. The others share the bin behind: a branch would cost more.
 template <bool FIRST>
-DEVICE void count(const u32 (&rank)[VECTORS][4], u32 bins, u32 prefix, int above, int shift, int live) {
+DEVICE void count(const u32 (&key)[VECTORS][4], u32* bins, u32 low, int shift, u32 span, int live) {
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
         if (v >= live) break;
 #pragma unroll
         for (int c = 0; c < 4; c++) {
-            const u32 r = rank[v][c];
-            const u32 at = FIRST ? r >> 19 & 0x1ffc : r >> above == prefix ? (r >> shift & (BINS - 1)) * 4 : BINS * 4;
-            asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(bins + at) : "memory");
+            const u32 at = FIRST ? key[v][c] >> 19 & 0x1ffc : min((key[v][c] - low) >> shift, span) * 4;
+            atomicAdd((u32*)((char*)bins + at), 1u);
         }
     }
 }
 
 struct Shared {
-    u32 totals[2][QUARTERS][WARPS];  // of the warps, for two tiles in turn
+    u32 totals[2][WARPS];  // entries that each warp has, for two tiles in turn
     u32 warp_bins[WARPS];
-    u32 bin, before, count, total;  // the bin that holds the last entry wanted
-    u32 cut;
+    u32 bin, before, count, total, cut;  // the bin of the last entry wanted, counts before and in it, and of all
 };
 
-// Where this thread's vectors begin among the counted entries of a tile; returns how many the tile has. counts: one
-// byte a vector. One barrier.
-DEVICE int scan_tile(int (&before)[VECTORS], const u32 (&counts)[QUARTERS], Shared& s, int tile, int lane, int warp) {
-    u32 sums[QUARTERS];
+// Sum of values[w] for w < warp; all: of all warps.
+DEVICE u32 sum_before(const u32* values, int warp, u32& all) {
+    u32 before = 0;
+    all = 0;
 #pragma unroll
-    for (int q = 0; q < QUARTERS; q++) {
-        sums[q] = counts[q];
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const u32 other = __shfl_up_sync(FULL_WARP, sums[q], step);
-            if (lane >= step) sums[q] += other;  // a byte never passes 128
-        }
-        if (lane == 31) s.totals[tile & 1][q][warp] = sums[q];
+    for (int w = 0; w < WARPS; w++) {
+        if (w == warp) before = all;
+        all += values[w];
     }
-    __syncthreads();  // totals are there; the next tile but one may write here again
-    int start = 0;
-#pragma unroll
-    for (int q = 0; q < QUARTERS; q++) {
-        const u32 mine = lane < WARPS ? s.totals[tile & 1][q][lane] : 0;
-        const u32 even = mine & 0x00ff00ffu, odd = mine >> 8 & 0x00ff00ffu;  // two vectors a word
-        u32 even_sum = even, odd_sum = odd;
-#pragma unroll
-        for (int step = 1; step < WARPS; step *= 2) {
-            const u32 e = __shfl_up_sync(FULL_WARP, even_sum, step), o = __shfl_up_sync(FULL_WARP, odd_sum, step);
-            if (lane >= step) even_sum += e, odd_sum += o;
-        }
-        const u32 even_before = __shfl_sync(FULL_WARP, even_sum - even, warp), odd_before = __shfl_sync(FULL_WARP, odd_sum - odd, warp);
-        const u32 even_all = __shfl_sync(FULL_WARP, even_sum, WARPS - 1), odd_all = __shfl_sync(FULL_WARP, odd_sum, WARPS - 1);
-        const u32 own = sums[q] - counts[q];
-        before[q * 4] = start + (even_before & 0xffff) + (own & 0xff);
-        start += even_all & 0xffff;
-        before[q * 4 + 1] = start + (odd_before & 0xffff) + (own >> 8 & 0xff);
-        start += odd_all & 0xffff;
-        before[q * 4 + 2] = start + (even_before >> 16) + (own >> 16 & 0xff);
-        start += even_all >> 16;
-        before[q * 4 + 3] = start + (odd_before >> 16) + (own >> 24);
-        start += odd_all >> 16;
-    }
-    return start;
+    return before;
 }
 
-// Finds the bin that holds the wanted-th counted rank, and zeroes the bins. s.total: of all bins but the last. Two barriers.
-DEVICE void find_bin(u32* bins, u32 wanted, Shared& s, int lane, int warp) {
-    u32 mine[OWN_BINS], sum = 0;
+// Where this lane's vectors begin among the marked entries of a tile, in the order of ids; returns how many there are.
+// mask: bit 4 v + c. One barrier.
+DEVICE int places_of(int (&at)[VECTORS], u32 mask, Shared& s, int tile, int lane, int warp) {
+    u32 nibbles = mask - (mask >> 1 & 0x55555555u);  // a count for every two bits, then for every vector
+    nibbles = (nibbles & 0x33333333u) + (nibbles >> 2 & 0x33333333u);
+    const u32 even = nibbles & 0x0f0f0f0fu, odd = nibbles >> 4 & 0x0f0f0f0fu;  // of vectors 0, 2, 4, 6 and 1, 3, 5, 7
+    u32 even_sum = even, odd_sum = odd;  // no byte passes 128
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const u32 e = __shfl_up_sync(FULL_WARP, even_sum, step), o = __shfl_up_sync(FULL_WARP, odd_sum, step);
+        if (lane >= step) even_sum += e, odd_sum += o;
+    }
+    const u32 even_all = __shfl_sync(FULL_WARP, even_sum, 31), odd_all = __shfl_sync(FULL_WARP, odd_sum, 31);
+    even_sum -= even, odd_sum -= odd;
+    int start = 0;
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+        at[v] = start + ((v & 1 ? odd_sum : even_sum) >> (v >> 1) * 8 & 0xff);
+        start += (v & 1 ? odd_all : even_all) >> (v >> 1) * 8 & 0xff;
+    }
+    if (lane == 0) s.totals[tile & 1][warp] = start;
+    __syncthreads();  // totals are there; the next tile but one may write here again
+    u32 all;
+    const u32 before = sum_before(s.totals[tile & 1], warp, all);
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) at[v] += before;
+    return all;
+}
+
+// Finds the bin that holds the wanted-th best key. positive: how many bins, from the first on, hold keys that grow with
+// scores; those come first, the last one before all. s.total: of all bins but the last. Two barriers.
+DEVICE void find_bin(const u32* bins, int positive, u32 wanted, Shared& s, int lane, int warp) {
+    const int begin = threadIdx.x * OWN_BINS;
+    const bool reversed = begin < positive;
+    const u32* mine = bins + (reversed ? positive - OWN_BINS - begin : begin);
+    u32 sum = 0;
 #pragma unroll
     for (int i = 0; i < OWN_BINS; i += 4) {
-        uint4* at = (uint4*)(bins + threadIdx.x * OWN_BINS + i);
-        const uint4 four = *at;
-        mine[i] = four.x, mine[i + 1] = four.y, mine[i + 2] = four.z, mine[i + 3] = four.w;
+        const uint4 four = *(const uint4*)(mine + i);
         sum += four.x + four.y + four.z + four.w;
-        *at = make_uint4(0, 0, 0, 0);
     }
     u32 upto = sum;
 #pragma unroll
@@ -198,24 +212,20 @@ DEVICE void find_bin(u32* bins, u32 wanted, Shared& s, int lane, int warp) {
     }
     if (lane == 31) s.warp_bins[warp] = upto;
     __syncthreads();  // sums of the warps are there
-    u32 warps = lane < WARPS ? s.warp_bins[lane] : 0;
-    const u32 own = warps;
-#pragma unroll
-    for (int step = 1; step < WARPS; step *= 2) {
-        const u32 other = __shfl_up_sync(FULL_WARP, warps, step);
-        if (lane >= step) warps += other;
+    u32 all;
+    u32 before = upto - sum + sum_before(s.warp_bins, warp, all);
+    if (before < wanted && wanted <= before + sum) {
+        int i = reversed ? OWN_BINS - 1 : 0;
+        while (before + mine[i] < wanted) before += mine[i], i += reversed ? -1 : 1;
+        s.bin = (u32)(mine - bins) + i, s.before = before, s.count = mine[i];
     }
-    upto += __shfl_sync(FULL_WARP, warps - own, warp);
-    u32 before = upto - sum;
-    if (before < wanted && wanted <= upto) {
-#pragma unroll
-        for (int i = 0; i < OWN_BINS; i++) {
-            if (before < wanted && wanted <= before + mine[i]) s.bin = threadIdx.x * OWN_BINS + i, s.before = before, s.count = mine[i];
-            before += mine[i];
-        }
-    }
-    if (threadIdx.x == THREADS - 1) s.total = upto - mine[OWN_BINS - 1];
+    if (threadIdx.x == 0) s.total = all - bins[BINS - 1];
     __syncthreads();  // the bin is found
+}
+
+DEVICE void clear(u32* bins) {
+#pragma unroll
+    for (int i = 0; i < OWN_BINS; i += 4) *(uint4*)(bins + (threadIdx.x * 4 + i * THREADS)) = make_uint4(0, 0, 0, 0);
 }
 
 // Ascending (rank, id) pairs: a bitonic sort of `size` (a power of two) pairs in shared memory.
@@ -235,22 +245,20 @@ DEVICE void sort_pairs(u64* pairs, int size) {
 // scores: rows [batch][queries] of `entries`, strides in elements, the last 1. ids [batch][queries][topk] and values (or
 // null) contiguous. sort_size: 0 for ids in ascending order, else a power of two that is at least topk. DOCUMENTS: segments
 // and positions of queries, with q_stride elements a batch row, and of entries, [batch][entries].
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    indexer_topk(const element* __restrict__ scores, int* __restrict__ ids, float* __restrict__ values, i64 stride_b, i64 stride_s, u32 before,
-                 u32 phase, u32 ratio, int queries, int entries, int topk, int sort_size, const i64* q_segments,
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    indexer_topk(const element* __restrict__ scores, int* __restrict__ ids, float* __restrict__ values, i64 stride_b, i64 stride_s,
+                 u32 before, u32 phase, u32 ratio, int queries, int entries, int topk, int sort_size, const i64* q_segments,
                  const i64* q_positions, const i64* entry_segments, const i64* entry_positions, i64 q_stride, i64 group) {
     extern __shared__ __align__(16) u32 dynamic[];
     __shared__ Shared s;
-    const u32 bins = (u32)__cvta_generic_to_shared(dynamic);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const i64 number = blockIdx.x, b = number / queries;
-    const int i = (int)(number - b * queries);
+    const u32 b = blockIdx.x / (u32)queries, i = blockIdx.x % (u32)queries;
     Row row;
     row.scores = scores + b * stride_b + i * stride_s;
-    row.limit = (int)min(before + (phase + (u32)i) / ratio, (u32)entries);
+    row.limit = min(before + (phase + i) / ratio, (u32)entries);
     row.aligned = ((u64)row.scores & (4 * sizeof(element) - 1)) == 0;
 #if DOCUMENTS
-    row.segments = entry_segments + b * entries, row.positions = entry_positions + b * entries;
+    row.segments = entry_segments + (i64)b * entries, row.positions = entry_positions + (i64)b * entries;
     row.segment = q_segments[b * q_stride + i];
     const i64 most = 1ll << 60, position = q_positions[b * q_stride + i];
     const i64 next = (position < -most ? -most : position > most ? most : position) + 1;
@@ -258,92 +266,104 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     if (row.segment == 0) row.limit = 0;
 #endif
     const int tiles = row.limit == 0 ? 0 : (row.limit - 1) / TILE + 1;
-    u32 rank[VECTORS][4];
-    if (tiles == 1) load_ranks(rank, row, 0);
+    u32 key[VECTORS][4];
+    Place place = place_of(row, 0, lane, warp);
+    load_keys(key, row, place);
 
-    // The ranks below `last`, and of those equal to it the ones with ids up to `cut`, are chosen.
-    u32 last = ALL;
-    u32 cut = 0x7fffffff;
-    if (row.limit > topk) {
-        for (int x = threadIdx.x; x < BINS; x += THREADS) dynamic[x] = 0;
-        u32 prefix = 0, wanted = topk;
-        int shift = 21, above = 32;  // this digit's place, and that of the digits found
+    // Chosen are the keys with key ^ flip <= last; of those equal to `tied`, unless it is NONE, the ones with ids up to cut.
+    u32 flip = 0, last = NONE - 1, tied = NONE, cut = 0;
+    if (row.limit > (u32)topk) {
+        u32 *bins = dynamic, *others = dynamic + ARRAY;
+        clear(bins);
+        clear(others);
+        u32 low = 0, wanted = topk;
+        int shift = 21, span = BINS;  // this digit's place and bins
+        bool positive = false;        // the digits found are those of positive scores
         __syncthreads();  // bins are zero
 #pragma unroll 1
         while (true) {
             for (int tile = 0; tile < tiles; tile++) {
-                if (tiles > 1) load_ranks(rank, row, tile);
-                if (above == 32) count<true>(rank, bins, prefix, above, shift, live_of(row, tile));
-                else count<false>(rank, bins, prefix, above, shift, live_of(row, tile));
+                if (tiles > 1) place = place_of(row, tile, lane, warp), load_keys(key, row, place);
+                if (shift == 21) count<true>(key, bins, 0, 0, 0, place.live);
+                else count<false>(key, bins, low, shift, span, place.live);
             }
             __syncthreads();  // everything is counted
-            find_bin(dynamic, wanted, s, lane, warp);
-            if (above == 32 && s.total <= (u32)topk) break;  // all that may be chosen
-            const u32 digit = s.bin, count = s.count;
+            find_bin(bins, shift == 21 ? BINS / 2 : positive ? span : 0, wanted, s, lane, warp);
+            if (shift == 21) {
+                if (s.total <= (u32)topk) break;  // all that may be chosen
+                positive = s.bin < BINS / 2;
+                flip = positive ? POSITIVE : 0;
+            }
             wanted -= s.before;
-            prefix = above == 32 ? digit : prefix << (above - shift) | digit;  // the third digit repeats a bit of the second
-            if (count == wanted || shift == 0) {
-                last = (prefix << shift) + ((1u << shift) - 1);
-                if (count != wanted) {  // of `count` equal ranks, the first `wanted`
-                    for (int tile = 0, found = 0; tile < tiles; tile++) {
-                        if (tiles > 1) load_ranks(rank, row, tile);
-                        u32 equal[QUARTERS];
-                        int at[VECTORS];
-#pragma unroll
-                        for (int q = 0; q < QUARTERS; q++) equal[q] = 0;
-#pragma unroll
-                        for (int v = 0; v < VECTORS; v++)
-#pragma unroll
-                            for (int c = 0; c < 4; c++) equal[v >> 2] += (u32)(rank[v][c] == last) << (v & 3) * 8;
-                        const int more = scan_tile(at, equal, s, tile, lane, warp);
-#pragma unroll
-                        for (int v = 0; v < VECTORS; v++) {
-                            int before_me = found + at[v];
-#pragma unroll
-                            for (int c = 0; c < 4; c++)
-                                if (rank[v][c] == last && ++before_me == (int)wanted) s.cut = entry_of(tile, v) + c;
-                        }
-                        found += more;
-                    }
-                    __syncthreads();  // the cut is found
-                    cut = s.cut;
-                }
+            low += s.bin << shift;
+            if (s.count == wanted || shift == 0) {
+                last = positive ? low ^ POSITIVE : low + ((1u << shift) - 1);
+                if (s.count != wanted) tied = low;
                 break;
             }
-            above = shift;
+            clear(bins);  // for the third digit
+            u32* const swap = bins;
+            bins = others, others = swap;
+            if (shift == 10) span = 1024;
             shift = shift == 21 ? 10 : 0;
+        }
+        if (tied != NONE) {  // the id of the wanted-th key that equals it
+            for (int tile = 0, found = 0; tile < tiles; tile++) {
+                if (tiles > 1) place = place_of(row, tile, lane, warp), load_keys(key, row, place);
+                u32 equal = 0;
+                int at[VECTORS];
+#pragma unroll
+                for (int v = 0; v < VECTORS; v++)
+#pragma unroll
+                    for (int c = 0; c < 4; c++)
+                        if (v < place.live && key[v][c] == tied) equal |= 1u << (v * 4 + c);
+                const int more = places_of(at, equal, s, tile, lane, warp);
+#pragma unroll
+                for (int v = 0; v < VECTORS; v++) {
+                    int number = found + at[v];
+#pragma unroll
+                    for (int c = 0; c < 4; c++)
+                        if (equal >> (v * 4 + c) & 1 && ++number == (int)wanted) s.cut = place.first + v * 128 + c;
+                }
+                found += more;
+            }
+            __syncthreads();  // the cut is found
+            cut = s.cut;
         }
     }
 
     // Chosen ids in ascending order: to shared memory, where nobody counts any more.
     int have = 0;
     for (int tile = 0; tile < tiles; tile++) {
-        if (tiles > 1) load_ranks(rank, row, tile);
-        u32 chosen[QUARTERS];
+        if (tiles > 1) place = place_of(row, tile, lane, warp), load_keys(key, row, place);
+        u32 mask = 0;
         int at[VECTORS];
 #pragma unroll
-        for (int q = 0; q < QUARTERS; q++) chosen[q] = 0;
-        const int live = live_of(row, tile);
-#pragma unroll
         for (int v = 0; v < VECTORS; v++) {
-            if (v >= live) break;
+            if (v >= place.live) break;
 #pragma unroll
-            for (int c = 0; c < 4; c++) {
-                const bool is = rank[v][c] < last || (rank[v][c] == last && entry_of(tile, v) + c <= cut);
-                if (!is) rank[v][c] = NONE;
-                chosen[v >> 2] += (u32)is << (v & 3) * 8;
-            }
+            for (int c = 0; c < 4; c++)
+                if ((key[v][c] ^ flip) <= last) mask |= 1u << (v * 4 + c);
         }
-        const int more = scan_tile(at, chosen, s, tile, lane, warp);
+        if (tied != NONE) {
+#pragma unroll
+            for (int v = 0; v < VECTORS; v++)
+#pragma unroll
+                for (int c = 0; c < 4; c++)
+                    if (key[v][c] == tied && place.first + v * 128 + c > cut) mask &= ~(1u << (v * 4 + c));
+        }
+        const int more = places_of(at, mask, s, tile, lane, warp);
 #pragma unroll
         for (int v = 0; v < VECTORS; v++) {
-            if (v >= live) break;
+            if (v >= place.live) break;
             int to = have + at[v];
 #pragma unroll
             for (int c = 0; c < 4; c++)
-                if (rank[v][c] != NONE) {
-                    if (sort_size) ((u64*)dynamic)[to++] = (u64)rank[v][c] << 32 | (entry_of(tile, v) + c);
-                    else dynamic[to++] = entry_of(tile, v) + c;
+                if (mask >> (v * 4 + c) & 1) {
+                    const u32 id = place.first + v * 128 + c;
+                    if (sort_size) ((u64*)dynamic)[to] = (u64)rank_of(key[v][c]) << 32 | id;
+                    else dynamic[to] = id;
+                    to++;
                 }
         }
         have += more;
@@ -351,11 +371,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     if (sort_size) {
         for (int x = have + threadIdx.x; x < sort_size; x += THREADS) ((u64*)dynamic)[x] = ~0ull;
         sort_pairs((u64*)dynamic, sort_size);
+    } else {
+        for (int x = have + threadIdx.x; x < topk; x += THREADS) dynamic[x] = NONE;
     }
     __syncthreads();  // ids are there
-    for (int x = threadIdx.x; x < topk; x += THREADS) {
-        const int id = x >= have ? -1 : sort_size ? (int)((u64*)dynamic)[x] : (int)dynamic[x];
-        ids[number * topk + x] = id;
-        if (values) values[number * topk + x] = id < 0 ? MINUS_INFINITY : Element::load(row.scores + id);
+    int* to = ids + (i64)blockIdx.x * topk;
+    if (!sort_size && (topk & 3) == 0 && ((u64)to & 15) == 0) {
+        for (int x = threadIdx.x; x < topk / 4; x += THREADS) ((uint4*)to)[x] = ((const uint4*)dynamic)[x];
+    } else {
+        for (int x = threadIdx.x; x < topk; x += THREADS) to[x] = sort_size ? (int)((u64*)dynamic)[x] : (int)dynamic[x];
     }
+    if (values)
+        for (int x = threadIdx.x; x < topk; x += THREADS) {
+            const int id = sort_size ? (int)((u64*)dynamic)[x] : (int)dynamic[x];
+            values[(i64)blockIdx.x * topk + x] = id < 0 ? MINUS_INFINITY : Element::load(row.scores + id);
+        }
 }

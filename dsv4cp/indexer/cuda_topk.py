@@ -22,20 +22,17 @@ from .cuda_scores import Limits, Operand, operand, readable
 FILE = "indexer_topk.cu"
 ELEMENTS = {"float32": "Float32", "bfloat16": "BFloat16", "float16": "Float16"}
 MOST = 2048  # entries that the kernel can choose
-BIN_BYTES = 4 * 2049
+BIN_BYTES = 2 * 4 * 2052  # two arrays of bins
 CHUNK_BYTES = 192 * 2**20  # scores of the queries that are scored before they are selected from
-BLOCKS = {2048: (128, 4, 10), 2**31: (512, 4, 3)}  # up to how many entries: threads, vectors, blocks a multiprocessor
+# Up to how many entries: threads, blocks a multiprocessor. 32 entries a thread stay in registers; longer rows are read
+# once a pass.
+BLOCKS = {2048: (64, 16), 4096: (128, 8), 2**31: (256, 4)}
 
 
-def _defines(dtype: str, block: tuple[int, int, int], documents: bool) -> dict[str, Any]:
-    threads, vectors, blocks = block
-    return {
-        "ELEMENT": ELEMENTS[dtype],
-        "THREADS": threads,
-        "VECTORS": vectors,
-        "BLOCKS": blocks - documents,
-        "DOCUMENTS": int(documents),
-    }
+def _defines(dtype: str, block: tuple[int, int], documents: bool) -> dict[str, Any]:
+    threads, blocks = block
+    blocks = blocks * 3 // 4 if documents else blocks  # which want more registers
+    return {"ELEMENT": ELEMENTS[dtype], "THREADS": threads, "BLOCKS": blocks, "DOCUMENTS": int(documents)}
 
 
 VARIANTS: dict[str, list[dict[str, Any]]] = {
@@ -178,5 +175,5 @@ def _three_axes(scores: Any) -> Any:
 
 
 @functools.cache
-def _kernel(dtype: str, block: tuple[int, int, int], documents: bool) -> _kernels.Kernel:
+def _kernel(dtype: str, block: tuple[int, int], documents: bool) -> _kernels.Kernel:
     return _kernels.kernel(FILE, "indexer_topk", defines=_defines(dtype, block, documents))
