@@ -103,7 +103,9 @@ def quiet(op: Op, case: dict, detail: bool = False) -> Verdict:
 
 def dead(error: Exception) -> bool:
     """The GPU's context is gone: no later call can work."""
-    return bool(re.search(r"illegal (memory|address|instruction)|misaligned|cudaErrorIllegal|launch failure|ECC", str(error)))
+    return bool(
+        re.search(r"illegal (memory|address|instruction)|misaligned|cudaErrorIllegal|launch failure|ECC", str(error))
+    )
 
 
 def outcome(op: Op, case: dict) -> str | None:
@@ -205,8 +207,12 @@ def drive_hypothesis(session: Session, seed: int, cases: int, end: float) -> Non
 
     while left > 0 and time.monotonic() < end and len(session.failures) < MOST_FAILURES:
         settings = hypothesis.settings(
-            max_examples=min(left, 100), database=None, deadline=None, report_multiple_bugs=False,
-            suppress_health_check=list(hypothesis.HealthCheck), print_blob=False,
+            max_examples=min(left, 100),
+            database=None,
+            deadline=None,
+            report_multiple_bugs=False,
+            suppress_health_check=list(hypothesis.HealthCheck),
+            print_blob=False,
         )
         test = hypothesis.seed(seed * 1000 + round_)(settings(hypothesis.given(st.data())(example)))
         before = sum(session.done.values()) + sum(session.refused.values())
@@ -216,7 +222,10 @@ def drive_hypothesis(session: Session, seed: int, cases: int, end: float) -> Non
             if not failing:
                 raise
             op, case, why = failing[-1]  # the smallest is tried last
-            print(f"FAILED {op.name} on {case['way']}: {why}\n  python tests/fuzz.py --case '{json.dumps(case)}'", flush=True)
+            print(
+                f"FAILED {op.name} on {case['way']}: {why}\n  python tests/fuzz.py --case '{json.dumps(case)}'",
+                flush=True,
+            )
             session.failures.append(case)
             failing.clear()
         left -= max(1, sum(session.done.values()) + sum(session.refused.values()) - before)
@@ -253,7 +262,9 @@ def drive(session: Session, options: argparse.Namespace) -> int:
         print(f"The GPU's context is lost: {error}. One of these did it:", flush=True)
         for case, _ in session.flying:
             line = json.dumps(case)
-            done = subprocess.run([sys.executable, __file__, "--case", line], capture_output=True, text=True, timeout=120)
+            done = subprocess.run(
+                [sys.executable, __file__, "--case", line], capture_output=True, text=True, timeout=120
+            )
             print(f"  exit {done.returncode}: python tests/fuzz.py --case '{line}'", flush=True)
         session.failures.append(session.flying[-1][0])
     return 1 if session.failures else 0
@@ -290,8 +301,25 @@ def one_case(line: str) -> int:
 
 def spread(options: argparse.Namespace) -> list[dict]:
     """The summaries of --jobs processes with seeds of their own; their output passes through."""
-    base = [sys.executable, __file__, "--seconds", str(options.seconds), "--device", options.device, "--driver", options.driver]
-    base += ["--op", options.op, "--backend", options.backend, "--cases", str(-(-options.cases // options.jobs)), "--raw"]
+    base = [
+        sys.executable,
+        __file__,
+        "--seconds",
+        str(options.seconds),
+        "--device",
+        options.device,
+        "--driver",
+        options.driver,
+    ]
+    base += [
+        "--op",
+        options.op,
+        "--backend",
+        options.backend,
+        "--cases",
+        str(-(-options.cases // options.jobs)),
+        "--raw",
+    ]
     running = []
     for n in range(options.jobs):
         arguments = [*base, "--seed", str(options.seed * 100 + n)]
@@ -301,7 +329,9 @@ def spread(options: argparse.Namespace) -> list[dict]:
         text, _ = process.communicate()
         lines = text.splitlines()
         raw = [line for line in lines if line.startswith("RAW ")]
-        print("\n".join(line for line in lines if not line.startswith("RAW ")), end="\n" if len(lines) > len(raw) else "")
+        print(
+            "\n".join(line for line in lines if not line.startswith("RAW ")), end="\n" if len(lines) > len(raw) else ""
+        )
         summaries.append(json.loads(raw[0][4:]) if raw else {"counts": [], "reasons": {}, "failures": 1})
         if process.returncode == 3:
             summaries[-1]["hung"] = True

@@ -63,7 +63,9 @@ def cases(name: str, way: Way, count: int, fits) -> list:
 
 
 def near(got: torch.Tensor, want: np.ndarray) -> None:
-    np.testing.assert_allclose(got.numpy(), want, rtol=1e-9, atol=1e-12 * max(1.0, float(np.nanmax(np.abs(want), initial=0))))
+    np.testing.assert_allclose(
+        got.numpy(), want, rtol=1e-9, atol=1e-12 * max(1.0, float(np.nanmax(np.abs(want), initial=0)))
+    )
 
 
 def small(case: dict) -> bool:
@@ -90,7 +92,9 @@ def test_attention_oracle_is_the_plain_one():
 
 def few(case: dict) -> bool:
     entries = case.get("T", case["P"])
-    return case["B"] * case["S"] * case["I"] * entries * case["P"] < 4000 and case["S"] < 20 and case["unseen"] == "plain"
+    return (
+        case["B"] * case["S"] * case["I"] * entries * case["P"] < 4000 and case["S"] < 20 and case["unseen"] == "plain"
+    )
 
 
 def test_index_score_oracle_is_the_plain_one():
@@ -251,13 +255,17 @@ def test_ties_in_the_wrong_order_are_found(capsys, monkeypatch):
 
 def test_a_missing_division_is_found(capsys, monkeypatch):
     real = sinkhorn_reference.divisions
-    monkeypatch.setattr(sinkhorn_reference, "divisions", lambda y, spec: list(real(y, spec))[: max(1, 2 * spec.repeat - 2)])
+    monkeypatch.setattr(
+        sinkhorn_reference, "divisions", lambda y, spec: list(real(y, spec))[: max(1, 2 * spec.repeat - 2)]
+    )
     assert found(capsys, "Sinkhorn")
 
 
 def test_an_unsorted_plan_is_found(capsys, monkeypatch):
     real = reference_plan.plan
-    monkeypatch.setattr("dsv4cp.sparse_indices.reference.plan", lambda ids, spec: (real(ids, spec)[0][..., ::-1], *real(ids, spec)[1:]))
+    monkeypatch.setattr(
+        "dsv4cp.sparse_indices.reference.plan", lambda ids, spec: (real(ids, spec)[0][..., ::-1], *real(ids, spec)[1:])
+    )
     assert found(capsys, "plan")
 
 

@@ -57,7 +57,10 @@ def floats(seed: int, name: str, shape: tuple[int, ...], dtype: str, kind: str, 
     else:
         x = normal(seed, name, shape, device)
         half = dtype == "float16"
-        x = x * {"normal": 1.0, "small": 1e-3, "large": 30.0 if half else 1e4, "denormal": 1e-6 if half else 1e-39}[kind]
+        x = (
+            x
+            * {"normal": 1.0, "small": 1e-3, "large": 30.0 if half else 1e4, "denormal": 1e-6 if half else 1e-39}[kind]
+        )
     return x.to(DTYPES[dtype])
 
 
@@ -273,7 +276,13 @@ class Canaries:
         bad = torch.zeros((), dtype=torch.int32, device="cuda")
         kernel = _check_kernel()
         for pointer, size, _ in self.blocks:
-            arguments = (np.uintp(pointer), np.int64(size), np.int32(MARGIN), np.int32(self.fill), np.uintp(bad.data_ptr()))
+            arguments = (
+                np.uintp(pointer),
+                np.int64(size),
+                np.int32(MARGIN),
+                np.int32(self.fill),
+                np.uintp(bad.data_ptr()),
+            )
             kernel((1,), (128,), arguments)
         return bad > 0
 

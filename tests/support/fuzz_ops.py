@@ -55,7 +55,9 @@ class Verdict:
         g = got.double()
         at_the_end = (value.abs() + bound > most) & value.isfinite()
         fine = (g - value).abs() <= bound
-        fine = torch.where(value.isfinite(), fine | (at_the_end & ~g.isnan()), (g == value) | (g.isnan() & value.isnan()))
+        fine = torch.where(
+            value.isfinite(), fine | (at_the_end & ~g.isnan()), (g == value) | (g.isnan() & value.isnan())
+        )
         self._note(label, fine, got, value, bound)
         self.true(label, fine.all())
 
@@ -83,8 +85,10 @@ class Verdict:
             at = tuple(int(i) for i in (~fine).nonzero()[0])
             by = bound.expand(got.shape)[at].item()
             count = int((~fine).sum())
-            self.notes.append(f"{label}: {count} of {fine.numel()} differ, first at {at}: got {got[at].item()!r}, "
-                              f"want {want.expand(got.shape)[at].item()!r} within {by:.3g}")
+            self.notes.append(
+                f"{label}: {count} of {fine.numel()} differ, first at {at}: got {got[at].item()!r}, "
+                f"want {want.expand(got.shape)[at].item()!r} within {by:.3g}"
+            )
 
     def failed(self) -> list[str]:
         """Labels that are not well; waits for a GPU."""
@@ -133,7 +137,9 @@ class Op:
             if device == "cpu":
                 found += [Way("numpy", "cpu", "auto"), Way("array_api_strict", "cpu", "reference")]
             else:
-                found += [Way("cupy", "cuda", b) for b in (*offered, "auto") if b == "auto" or _backend.missing(b) is None]
+                found += [
+                    Way("cupy", "cuda", b) for b in (*offered, "auto") if b == "auto" or _backend.missing(b) is None
+                ]
         found += [Way("torch", device, b) for b in self.torch_backends()]
         return [way for way in found if text in str(way) and self.available(way)]
 
@@ -269,9 +275,15 @@ class AttentionOp(Op):
     def draw(self, choose, way: Way) -> None:
         kernels = not way.reference
         dtype = choose("dtype", half_dtypes(way))
-        choose("kv dtype", [dtype] if kernels or way.library == "array_api_strict" else [dtype, dtype, dtype, "float32"])
+        choose(
+            "kv dtype", [dtype] if kernels or way.library == "array_api_strict" else [dtype, dtype, dtype, "float32"]
+        )
         choose("sinks dtype", ["float32", "float32", dtype, "float64"])
-        sizes = [16, 5, 1, 3, 40, 64] if way.reference and way.backend != "auto" or way.device == "cpu" else [512, 64, 128, 256]
+        sizes = (
+            [16, 5, 1, 3, 40, 64]
+            if (way.reference and way.backend != "auto") or way.device == "cpu"
+            else [512, 64, 128, 256]
+        )
         choose("D", sizes)
         choose("B", [1, 2, 3, 1, 0] if choose("zero", [False] * 15 + [True]) else [1, 2, 3])
         choose("S", [1, 2, 3, 5, 17, 33, 0])
@@ -423,7 +435,9 @@ class AttentionGradOp(AttentionOp):
         else:
             out, lse = value(held["out"]), value(held["lse"])
         want = oracle.backward(g, out, lse, loose=way.library == "torch")
-        for label, x, pair, like in zip(("grad_q", "grad_kv", "grad_sinks"), got, want, ("q", "kv", "sinks"), strict=False):
+        for label, x, pair, like in zip(
+            ("grad_q", "grad_kv", "grad_sinks"), got, want, ("q", "kv", "sinks"), strict=False
+        ):
             v.close(label, x, pair, held[like].view.dtype)
             if len(got) > 3:
                 again = got[3 + ("grad_q", "grad_kv", "grad_sinks").index(label)]
@@ -652,7 +666,12 @@ class SlotScoresOp(ScoresOp):
 
 
 class SlotScoresGradOp(ScoresOp):
-    name, functions, gradient, slots = "index scores at ids gradient", {"array": "dsv4_indexer_topk_scores_grad"}, True, True
+    name, functions, gradient, slots = (
+        "index scores at ids gradient",
+        {"array": "dsv4_indexer_topk_scores_grad"},
+        True,
+        True,
+    )
 
 
 class TopkOp(ScoresOp):
@@ -715,7 +734,9 @@ class TopkOp(ScoresOp):
         v.equal("how many", (ids >= 0).sum(-1), (want_ids >= 0).sum(-1))
         chosen = torch.zeros((*scores.shape[:-1], entries + 1), dtype=torch.int64, device=scores.device)
         v.true("ids in range", ((ids >= -1) & (ids < max(entries, 1))).all())
-        chosen.scatter_add_(-1, torch.where(ids >= 0, ids.clamp(max=max(entries - 1, 0)), entries), torch.ones_like(ids))
+        chosen.scatter_add_(
+            -1, torch.where(ids >= 0, ids.clamp(max=max(entries - 1, 0)), entries), torch.ones_like(ids)
+        )
         chosen = chosen[..., :entries]
         v.true("ids distinct", (chosen <= 1).all())
         v.true("-1 last", ((ids[..., 1:] < 0) | (ids[..., :-1] >= 0)).all())
@@ -864,7 +885,9 @@ class SinkhornOp(Op):
             x = torch.where(hit, -INF, x)
         held = {"x": hold(x, case["layout"], 0xFF)}
         if self.gradient:
-            g = normal(seed, "g", shape, way.device).to(DTYPES[case["dtype"] if case["g dtype"] == "same" else case["g dtype"]])
+            g = normal(seed, "g", shape, way.device).to(
+                DTYPES[case["dtype"] if case["g dtype"] == "same" else case["g dtype"]]
+            )
             if case["g bad"] and case["g layout"] != "stride 0" and g.ndim > 2:
                 g[:1, ..., 0, 0] = math.nan
             held["g"] = hold(g, case["g layout"], 0xFF)
@@ -916,7 +939,10 @@ class PlanOp(Op):
         return ("auto",)
 
     def draw(self, choose, way: Way) -> None:
-        choose("layout of plan", ["cuda", "cudnn", "reference", "flat"] if way.library != "torch" else ["cuda", "cudnn", "reference"])
+        choose(
+            "layout of plan",
+            ["cuda", "cudnn", "reference", "flat"] if way.library != "torch" else ["cuda", "cudnn", "reference"],
+        )
         choose("promise", [False, True])
         choose("B", [1, 2, 3, 0])
         choose("S", [1, 2, 5, 17, 65, 0])
@@ -1015,14 +1041,19 @@ class BuildOp(Op):
         if case["given"] and p:
             held["compressed_topk"] = ids("given", (b, s, case["k"]), -3, p + 4)
         if case["documents"]:
-            held["q_segment_ids"], held["q_local_positions"] = ids("segment", (b, s), 0, 3), ids("local", (b, s), 0, n + 1)
+            held["q_segment_ids"], held["q_local_positions"] = (
+                ids("segment", (b, s), 0, 3),
+                ids("local", (b, s), 0, n + 1),
+            )
             held["pooled_segment_ids"] = ids("entry", (b, p), 0, 3)
             held["pooled_positions"] = ids("place", (b, p), 0, 5)
         if case["mask"] != "none":
             values = torch.tensor([0.0, 0.0, 0.0, -0.0, 3.0, math.nan, -1e-6, -INF], device=device)
             shape = (1 if case["mask"] == "shared" else b, 1, s, case["K"] + 2)
             mask = values[integers(seed, "mask", shape, 0, 8, device)]
-            held["attention_mask"] = hold(mask.to(torch.bfloat16 if case["mask"] == "bfloat16" else torch.float32), layout, 0xFF)
+            held["attention_mask"] = hold(
+                mask.to(torch.bfloat16 if case["mask"] == "bfloat16" else torch.float32), layout, 0xFF
+            )
             if way.library == "array_api_strict" and case["mask"] == "bfloat16":
                 held["attention_mask"] = hold(mask, layout, 0xFF)
         return held

@@ -76,7 +76,9 @@ class Attention:
         p = torch.exp(self.scores - self.top)
         self.total = p.sum(3, keepdim=True)
         self.empty = self.total == 0
-        self.p = torch.where(self.empty, 0.0, p / torch.where(self.empty, 1.0, self.total + torch.exp(self.sinks - self.top)))
+        self.p = torch.where(
+            self.empty, 0.0, p / torch.where(self.empty, 1.0, self.total + torch.exp(self.sinks - self.top))
+        )
 
     def forward(self) -> tuple[Pair, Pair]:
         """((out, bound), (lse, bound))."""
