@@ -1,4 +1,4 @@
-"""A short run of the fuzzer with a fixed seed, its oracle against naive.py, and bugs planted on purpose, which it finds."""
+"""A short run of the fuzzer with a fixed seed, its oracle against naive.py, and planted bugs, which it finds."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_list_oracles_are_the_plain_ones():
     op = OPS["index lists"]
     fits = lambda case: not case["spans"] and case["N"] < 16 and case["P"] < 9 and case["S"] < 9  # noqa: E731
     for case, held in cases("index lists", NUMPY, 60, fits):
-        call = op._numbers(case, held) | {n: value(h) for n, h in held.items()}
+        call = op._numbers(case, held) | {n: value(h) for n, h in held.items() if n != "like"}
         assert np.array_equal(oracle64.build(call | {"device": "cpu"}).numpy(), naive.build_indices(**call))
     for case, held in cases("plan", NUMPY, 30, lambda case: case["T"] < 70 and case["S"] < 9):
         ids = value(held["ids"])

@@ -130,7 +130,7 @@ class Op:
         return ()
 
     def ways(self, device: str, text: str = "") -> list[Way]:
-        """All libraries and backends that this version offers and this machine can run, of those that contain `text`."""
+        """Libraries and backends that this version offers and this machine can run, of those that contain `text`."""
         offered = dict(offers.ops()).get(self.functions.get("array", ""), ("reference",))
         found = []
         if "array" in self.functions:
@@ -311,7 +311,7 @@ class AttentionOp(Op):
             choose("g NaN", ["nowhere", "nowhere", "empty rows", "one query"])
 
     def make(self, way: Way, case: dict) -> dict[str, Held | None]:
-        device, seed, fill = way.device, case["seed"], case["fill"]
+        device, seed = way.device, case["seed"]
         b, s, h, d, k, t = (case[n] for n in "BSHDKT")
         s = max(min(s, COST // max(1, b * max(t, 1) * max(d, 4 * h))), min(s, 1))
         if device == "cpu":
@@ -361,7 +361,7 @@ class AttentionOp(Op):
         return list(attempt(way, function, q, kv, sinks, ids, self._scale(case), backend=way.backend, **options))
 
     def _scale(self, case: dict) -> float:
-        """Large values get a scale that keeps scores in reach of float32: a gradient from scores of 1e8 means nothing."""
+        """Large values get a scale that keeps scores in reach of float32: gradients of scores of 1e8 mean nothing."""
         scale = case["scale"] * max(case["D"], 1) ** -0.5
         if case["values"] == "large" and (self.gradient or case["scale"] != 8.0):
             scale *= 1e-3 if case["dtype"] == "float16" else 1e-8
@@ -397,11 +397,8 @@ class AttentionGradOp(AttentionOp):
         q, kv, sinks, ids, g = (way.give(held[n]) for n in ("q", "kv", "sinks", "ids", "g"))
         if way.library == "torch":
             return self._torch(way, case, held, q, kv, sinks, ids, g)
-        if "out" not in held:  # what a forward pass would have saved
-            out, lse = self.oracle(way, case, held).forward()
-            wide = DTYPES[oracle64.compute(held["q"].view, held["kv"].view)]
-            held["out"] = hold(out[0].to(held["q"].view.dtype), "contiguous", 0xFF)
-            held["lse"] = hold(lse[0].to(wide), "contiguous", 0xFF)
+        if "out" not in held:
+            self.save(way, case, held)
         options = self._options(way, case, ids, held) | {"backward_impl": case["impl"], "backend": way.backend}
         ids = None if case["plan"] == "plan alone" else ids
         arguments = (g, q, kv, sinks, ids, way.give(held["out"]), way.give(held["lse"]), self._scale(case))
@@ -411,6 +408,18 @@ class AttentionGradOp(AttentionOp):
             again = attempt(way, dsv4cp.dsv4_sparse_attention_grad, *arguments, **options, backward_workspace_bytes=cap)
             results += list(again)
         return results
+
+    def save(self, way: Way, case: dict, held: dict[str, Held | None]) -> None:
+        """Puts what a forward pass would have saved beside the inputs, or renews it there."""
+        (out, _), (lse, _) = self.oracle(way, case, held).forward()
+        wide = DTYPES[oracle64.compute(held["q"].view, held["kv"].view)]
+        for name, x in (("out", out.to(held["q"].view.dtype)), ("lse", lse.to(wide))):
+            made = hold(x, "contiguous", 0xFF)
+            if name in held:
+                held[name].memory.copy_(made.memory)
+                held[name].kept.copy_(made.memory)
+            else:
+                held[name] = made
 
     @staticmethod
     def _least(way: Way, arguments: tuple, options: dict) -> int:
@@ -1027,9 +1036,11 @@ class BuildOp(Op):
         device, seed, layout = way.device, case["seed"], case["ids layout"]
         b, n, p, ints = case["B"], case["N"], case["P"], DTYPES[case["int dtype"]]
         held: dict[str, Held | None] = {}
+        if way.library != "torch":
+            held["like"] = hold(torch.zeros(1, device=device), "contiguous", 0)
         if case["spans"]:
             arrays = {n: x for n, x in self._spans(case).items() if isinstance(x, np.ndarray)}
-            return {n: hold(torch.from_numpy(x).to(device), layout, 0) for n, x in arrays.items()}
+            return held | {n: hold(torch.from_numpy(x).to(device), layout, 0) for n, x in arrays.items()}
         s = n if case["positions"] == "none" else case["S"]
 
         def ids(name: str, shape: tuple[int, ...], low: int, high: int) -> Held:
@@ -1083,11 +1094,11 @@ class BuildOp(Op):
         call = self._numbers(case, held) | {"dtype": case["dtype"]}
         if way.library == "torch":
             return [_torch().build_dsv4_sparse_topk_indices(**call, **arrays, device=way.device)]
-        like = way.give(hold(torch.zeros(1, device=way.device), "contiguous", 0))
+        like = arrays.pop("like")
         return [attempt(way, dsv4cp.build_dsv4_sparse_topk_indices, **call, **arrays, like=like, backend=way.backend)]
 
     def judge(self, way: Way, case: dict, held: dict, got: list[torch.Tensor], v: Verdict) -> None:
-        call = self._numbers(case, held) | {n: value(h) for n, h in held.items()}
+        call = self._numbers(case, held) | {n: value(h) for n, h in held.items() if n != "like"}
         want = oracle64.build(call | {"device": way.device})
         if want is None:
             from . import naive

@@ -1,12 +1,12 @@
 """Independent float64 oracle in torch operations, on the CPU or a GPU, with a bound of the error for every number.
 
-Imports nothing from dsv4cp. tests/test_fuzz.py compares it with naive.py, which is slower by three orders. Each function
+Imports nothing from dsv4cp. tests/test_fuzz.py compares it with naive.py, which is slower by three orders. A function
 returns pairs (value, bound): a float32 implementation of the definition that rounds its operands of matrix products to
 the input dtype stays within the bound. The bounds follow the data, so that cancellation, large scales and tiny numbers
 need no table:
 
-- `unit` (UNIT): rounding of a product's operand or a result to the input dtype, half a unit in the last place. Roundings
-  of many operands are independent: they add as squares, and SIGMAS of their root is allowed.
+- `unit` (UNIT): rounding of a product's operand or a result to the input dtype, half a unit in the last place. Those of
+  many operands are independent: they add as squares, and SIGMAS times their root is allowed.
 - `acc` (ACC): arithmetic of the compute dtype: sums in any order, exponentials, the hardware's shorter mantissas. It
   multiplies the sum of magnitudes.
 - `least` (LEAST): what a dtype cannot tell from 0 (float16 operands below its normal numbers; flushed float32 numbers).
@@ -224,7 +224,7 @@ def topk(scores, k: int, order: str) -> Pair:
 
 def plan_cudnn(ids, keys: int, width: int) -> Pair:
     """(flat ids [B*S, 1, width], lengths [B*S])."""
-    batch, queries, slots = ids.shape
+    batch, _, slots = ids.shape
     valid = (ids >= 0) & (ids < keys)
     first = torch.arange(batch, device=ids.device)[:, None, None] * keys
     flat = torch.where(valid, torch.where(valid, ids, 0).long() + first, 2**62).flatten(0, 1)
