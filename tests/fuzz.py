@@ -4,10 +4,11 @@
     python tests/fuzz.py --case LINE
 
 Shapes with axes of length 0 and 1, dtypes, strides, id patterns, sinks, scales, values, plans, both backward
-implementations; NaN in every row that must not be read; inputs must stay as they were. Every case is a JSON line, printed
-when it fails (shrunk): --case runs that line again, on a CPU too when "way" is edited. On the CPU Hypothesis draws the
-cases where it is installed, on a GPU a fast random driver; the oracle is tests/support/oracle64.py, which
-tests/test_fuzz.py compares with tests/support/naive.py. --op and --backend keep the ops and ways ("cupy/cuda/numba") that contain the text.
+implementations; NaN in every row that must not be read; inputs must stay as they were. Every case is a JSON line, which
+is printed when it fails (shrunk): --case runs that line again, on a CPU too when "way" is edited. On the CPU Hypothesis
+draws the cases where it is installed, on a GPU a fast random driver. The oracle is tests/support/oracle64.py, which
+tests/test_fuzz.py compares with tests/support/naive.py. --op and --backend keep the ops and the ways
+("cupy/cuda/numba") that contain the text.
 
 Prints counts of each op and way. Exit status 0: all well; 1: a failure; 2: nothing to try; 3: a call hung.
 """

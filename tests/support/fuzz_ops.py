@@ -331,7 +331,7 @@ class AttentionOp(Op):
         held |= {"sinks": hold(sinks, "contiguous", 0xFF), "ids": held_ids}
         if self.gradient:
             g = floats(seed, "g", (b, s, h, d), case["dtype"], case["g values"], device)
-            if case["g NaN"] == "empty rows":
+            if case["g NaN"] == "empty rows" and case["g layout"] != "stride 0":
                 valid = ((ids >= 0) & (ids < k)).any(2)
                 g = torch.where(valid[..., None, None], g, math.nan).to(g.dtype)
             elif case["g NaN"] == "one query" and case["g layout"] != "stride 0":
