@@ -22,6 +22,8 @@ def missing(backend: str) -> str | None:
         import cupy
     except ImportError as error:
         return f"CuPy cannot be imported ({error}); install dsv4cp[cuda13] or dsv4cp[cuda12]"
+    except OSError as error:  # it makes the folder of its kernel cache when it is imported
+        return f"CuPy cannot be imported ({error}); set CUPY_CACHE_DIR to a folder that can be written"
     if not cupy.cuda.is_available():
         return "no CUDA GPU is visible"
     if backend == "numba":

@@ -21,14 +21,13 @@ from typing import Any
 
 import numpy as np
 
+from ._kernel_cache import through_cache
 from ._kernel_report import CompileReport, kernel_reports
+from ._kernel_sizes import BLOCK_THREADS, GRID_LIMITS, launch_sizes
 from ._kernel_text import Parameter, expand, parameters
 
 STANDARD = "-std=c++17"
 DEFAULT_SHARED = 48 * 1024  # bytes of dynamic shared memory a kernel may use without opting in
-GRID_LIMITS = (2**31 - 1, 65535, 65535)
-BLOCK_LIMITS = (1024, 1024, 64)
-BLOCK_THREADS = 1024
 
 _lock = threading.RLock()
 _MISSING = object()
@@ -114,9 +113,7 @@ def launch(
     if type(grid) is int and type(block) is int and 0 < grid <= GRID_LIMITS[0] and 0 < block <= BLOCK_THREADS:
         grid, block = (grid, 1, 1), (block, 1, 1)  # what most launches have: looked at here, a call costs as much again
     else:
-        grid, block = _sizes(kernel, "grid", grid, GRID_LIMITS), _sizes(kernel, "block", block, BLOCK_LIMITS)
-        if not 1 <= block[0] * block[1] * block[2] <= BLOCK_THREADS:
-            raise ValueError(f"{kernel.function}: block: expected 1 to {BLOCK_THREADS} threads, got {block}")
+        grid, block = launch_sizes(kernel.function, grid, block)
         if 0 in grid:
             return
     if type(stream) is int:
@@ -189,25 +186,17 @@ def _load(kernel: Kernel, device: int) -> _Loaded:
             return kernel.loaded[device]
         options = (STANDARD, *_define_options(kernel.defines), *([f"-arch={kernel.arch}"] if kernel.arch else []))
         text = expand(kernel.file)
-        try:
+
+        def compiled() -> _Loaded:
             raw = _raw_module()(code=text, options=options).get_function(kernel.function)
-            loaded = _Loaded(raw.kernel, raw)
+            return _Loaded(raw.kernel, raw)
+
+        try:
+            loaded = through_cache(compiled)
         except Exception as error:  # CuPy raises errors of many kinds here; each becomes one with a name and advice
             raise RuntimeError(f"{kernel.file}: {kernel.function}: {_advice(error)}") from error
         kernel.loaded[device] = loaded
         return loaded
-
-
-def _sizes(kernel: Kernel, name: str, sizes: Any, limits: tuple[int, int, int]) -> tuple[int, int, int]:
-    if type(sizes) is int and 0 <= sizes <= limits[0]:
-        return sizes, 1, 1
-    given = sizes if type(sizes) is tuple else (sizes,)
-    if not 1 <= len(given) <= 3 or not all(type(n) is int for n in given):
-        raise TypeError(f"{kernel.function}: {name}: expected 1 to 3 ints, got {sizes!r}")
-    full = (*given, 1, 1)[:3]
-    if not (0 <= full[0] <= limits[0] and 0 <= full[1] <= limits[1] and 0 <= full[2] <= limits[2]):
-        raise ValueError(f"{kernel.function}: {name}: expected at most {limits}, got {sizes}")
-    return full
 
 
 def _kind(value: Any) -> str:

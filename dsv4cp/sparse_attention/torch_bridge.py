@@ -44,8 +44,9 @@ def sparse_attention_torch(
 
     q [B, S, H, D], kv [B, K, D], sinks [H], topk_idxs [B, S, T] -> [B, S, H, D] in q's dtype; float32 inside
     (float64 when q or kv is float64), p is not rounded. Masked slots, empty rows, sinks and NaN as in
-    dsv4cp.dsv4_sparse_attention. Differentiable any number of times; long inputs are recomputed in chunks
-    during the backward pass, so that memory beyond inputs, outputs and gradients stays bounded.
+    dsv4cp.dsv4_sparse_attention. Differentiable any number of times; gradients of kv and sinks are summed in float32
+    and rounded once. Long inputs are recomputed in chunks during the backward pass, so that memory beyond inputs,
+    outputs, gradients and a float32 kv with its gradient stays bounded.
     """
     spec = contract.check(q, kv, sinks, topk_idxs, sm_scale, plans=False)
     _only_torch("sparse_attention_torch", q, kv)
@@ -59,6 +60,7 @@ def dense_attention_topk_torch(
     spec = contract.check(q, kv, sinks, topk_idxs, sm_scale, plans=False)
     _only_torch("dense_attention_topk_torch", q, kv)
     dtype = compute_dtype(spec.xp, q, kv)
+    kv, sinks = _summed_in(dtype, kv, sinks)
 
     def part(q: Any, kv: Any, sinks: Any, ids: Any) -> tuple[Any]:
         return (reference.dense_chunk(spec.xp, q, kv, sinks, ids, spec, dtype).to(dtype=q.dtype),)
@@ -149,8 +151,14 @@ def _only_torch(op: str, *tensors: Any) -> None:
     choose(op, "torch", tensors, allowed=BACKENDS, kernel_missing=None)
 
 
+def _summed_in(dtype: torch.dtype, *shared: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What several slots, queries or chunks use, in a dtype: torch adds their gradients in the dtype that they have."""
+    return tuple(x.to(dtype) for x in shared)
+
+
 def _attend(q: Any, kv: Any, sinks: Any, ids: Any, spec: Spec) -> tuple[Any, Any]:
     dtype = compute_dtype(spec.xp, q, kv)
+    kv, sinks = _summed_in(dtype, kv, sinks)
     scratch = Scratch(spec, dtype)
 
     def part(q: Any, kv: Any, sinks: Any, ids: Any) -> tuple[Any, Any]:

@@ -51,7 +51,8 @@ def _forward(
         return ours(q, kv, sinks, topk_idxs, sm_scale, False, deterministic, workspace_bytes)
     rows = spec.batch * spec.queries  # a plan's ids are those of one batch row
     q_, kv_ = q.detach().reshape(1, rows, spec.heads, spec.dim), kv.detach().reshape(1, -1, spec.dim)
-    out, lse = ours(q_, kv_, sinks, topk_idxs.reshape(1, rows, topk_idxs.shape[-1]), sm_scale, False, deterministic, workspace_bytes)
+    topk_idxs = topk_idxs.reshape(1, rows, topk_idxs.shape[-1])
+    out, lse = ours(q_, kv_, sinks, topk_idxs, sm_scale, False, deterministic, workspace_bytes)
     return out.view(q.shape), lse.view(q.shape[:3])
 
 
