@@ -42,6 +42,7 @@ except ImportError:
 
 PREP, FINISH = "sparse_attention_bwd_prep.cu", "sparse_attention_bwd_finish.cu"
 SINK_HEADS, SINK_LANES = 32, 8  # of a block of the kernels of the sinks
+SELECT_QUERIES, SELECT_THREADS = 32, 512  # of a block of select
 MOST_BLOCKS = 4096  # of kernels whose threads step through their work
 
 forced_path: str | None = None  # "portable" makes every call take that kernel: for tests and measurements
@@ -170,8 +171,8 @@ def _exponents(
     _zero(at["bounds"], 16 * spec.batch * spec.keys, stream)
     _kernels.launch(
         _kernels.kernel(PREP, "sparse_attention_bwd_select", defines=defines),
-        grid=spec.batch * spec.queries if spec.heads > 0 else 0,
-        block=128,
+        grid=spec.batch * -(-spec.queries // SELECT_QUERIES) if spec.heads > 0 else 0,
+        block=SELECT_THREADS,
         ids=np.uintp(ids),
         key_part=np.uintp(at["key_part"]),
         rest=np.uintp(at["rest"]),
