@@ -22,7 +22,7 @@ from dsv4cp import _bridge, torch_ops  # noqa: E402
 from dsv4cp.sparse_attention import contract, torch_bridge_cudnn  # noqa: E402
 from tests.support import naive  # noqa: E402
 from tests.support.attention_gpu import DTYPES, layer_inputs, oracle, random_inputs  # noqa: E402
-from tests.support.attention_grad_gpu import grad_oracle  # noqa: E402
+from tests.support.attention_grad_oracle import grad_oracle  # noqa: E402
 from tests.support.compare import check_close, check_equal, check_frobenius, check_like, to_numpy  # noqa: E402
 
 pytestmark = pytest.mark.gpu

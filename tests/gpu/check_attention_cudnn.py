@@ -30,7 +30,7 @@ from dsv4cp import _backend, _bridge, torch_ops  # noqa: E402
 from dsv4cp.sparse_attention import contract, torch_bridge_cudnn  # noqa: E402
 from dsv4cp.sparse_attention.contract_cudnn import Ids  # noqa: E402
 from tests.support.attention_gpu import layer_inputs, oracle, random_inputs  # noqa: E402
-from tests.support.attention_grad_gpu import grad_oracle  # noqa: E402
+from tests.support.attention_grad_oracle import grad_oracle  # noqa: E402
 from tests.support.compare import check_frobenius, to_numpy  # noqa: E402
 
 SCALE = 512**-0.5

@@ -1,50 +1,55 @@
-"""The gradient of sparse attention on a GPU in float64, for shapes that tests/support/naive.py is too slow for.
-
-Repeats the definition on CuPy arrays; imports nothing from dsv4cp.
-"""
+"""Sparse attention's gradient kernels in tests: the two ways to call them, inputs, the check against the oracle."""
 
 from __future__ import annotations
 
 import cupy
-import cupyx
 import numpy as np
 
-from .attention_gpu import CHUNK, product
+import dsv4cp
+from tests.support.attention_gpu import oracle_grad, random_inputs, relative_error
+from tests.support.compare import check_equal, check_like, to_numpy
+from tests.support.tolerances import FROBENIUS
+
+IMPLEMENTATIONS = ("atomic", "deterministic")
 
 
-def grad_oracle(grad_out, q, kv, sinks, ids, scale):
-    """(grad_q, grad_kv, grad_sinks) in float64; rows that nobody selects, and grad_out where a query has no key, may
-    hold NaN."""
-    batch, queries, heads, dim = q.shape
-    slots, keys = ids.shape[2], kv.shape[1]
-    grad_q, grad_kv = cupy.zeros(q.shape, np.float64), cupy.zeros(kv.shape, np.float64)
-    grad_sinks = cupy.zeros(heads, np.float64)
-    if slots == 0 or keys == 0:
-        return grad_q, grad_kv, grad_sinks
-    sinks = sinks.astype(np.float64)[None, :, None]
-    step = max(1, CHUNK // (slots * (dim + 4 * heads)))
-    for b in range(batch):
-        for s in range(0, queries, step):
-            n = slice(s, s + step)
-            valid = (ids[b, n] >= 0) & (ids[b, n] < keys)
-            seen = valid.any(axis=-1)[:, None, None]
-            rows = kv[b].astype(np.float32)[cupy.where(valid, ids[b, n], 0)].astype(np.float64)
-            rows = cupy.where(valid[:, :, None], rows, 0)
-            turned = cupy.ascontiguousarray(rows.swapaxes(1, 2))
-            q_, g_ = q[b, n].astype(np.float64), cupy.where(seen, grad_out[b, n].astype(np.float64), 0)
-            scores = cupy.where(valid[:, None, :], product(q_, turned) * scale, -np.inf)
-            top = scores.max(axis=-1, keepdims=True)
-            top = cupy.where(seen, cupy.maximum(top, cupy.where(cupy.isinf(sinks), top, sinks)), 0)
-            weights = cupy.exp(scores - top)
-            sink = cupy.where(seen, cupy.exp(cupy.where(sinks == np.inf, 0, sinks - top)), 0)
-            total = cupy.where(seen, weights.sum(axis=-1, keepdims=True) + sink, 1)
-            endless = sinks == np.inf
-            p = cupy.where(endless, 0, weights / total)
-            out = product(p, rows)
-            delta = (g_ * out).sum(axis=-1, keepdims=True)
-            ds = scale * p * (product(g_, turned) - delta)
-            grad_q[b, n] = product(ds, rows)
-            grad_rows = product(ds.swapaxes(1, 2), q_) + product(p.swapaxes(1, 2), g_)
-            cupyx.scatter_add(grad_kv[b], ids[b, n][valid], grad_rows[valid])
-            grad_sinks -= cupy.where(endless, 0, sink / total * delta).sum(axis=(0, 2))
-    return grad_q, grad_kv, grad_sinks
+def cupy_grads(grad_out, q, kv, sinks, ids, scale, impl="atomic", **options):
+    """(grad_q, grad_kv, grad_sinks) of backend "cuda" on CuPy arrays."""
+    out, lse = dsv4cp.dsv4_sparse_attention(q, kv, sinks, ids, scale, backend="cuda", return_lse=True)
+    return dsv4cp.dsv4_sparse_attention_grad(
+        grad_out, q, kv, sinks, ids, out, lse, scale, backend="cuda", backward_impl=impl, **options
+    )
+
+
+def torch_grads(grad_out, q, kv, sinks, ids, scale, impl="atomic", **options):
+    """The same through torch_ops' "tilelang" and torch autograd; CuPy arrays go in, tensors come out."""
+    from dsv4cp import _bridge, torch_ops
+
+    leaves = [_bridge.to_torch(x).clone().requires_grad_() for x in (q, kv, sinks)]
+    out = torch_ops.dsv4_sparse_attention(
+        *leaves, _bridge.to_torch(ids), scale, backend="tilelang", backward_impl=impl, **options
+    )
+    out.backward(_bridge.to_torch(grad_out))
+    return tuple(x.grad for x in leaves)
+
+
+def inputs(*args, seed=0, **sizes):
+    """(grad_out, q, kv, sinks, ids) with hostile ids, and NaN in every row that no query selects."""
+    q, kv, sinks, ids = random_inputs(*args, seed=seed, **sizes)
+    g = np.random.default_rng(seed + 1).standard_normal(q.shape, np.float32).astype(q.dtype)
+    return cupy.asarray(g), q, kv, sinks, ids
+
+
+def check(got, data, scale) -> None:
+    """Against the float64 oracle: each gradient as a whole, in the dtype of its input."""
+    _, q, kv, sinks, _ = data
+    for g, want, like, name in zip(got, oracle_grad(*data, scale), (q, kv, sinks), ("q", "kv", "sinks"), strict=True):
+        check_like(g, dtype=like.dtype.name, shape=like.shape)
+        limit = FROBENIUS["sink_grad" if name == "sinks" else "attention_grad"]
+        error = relative_error(cupy.asarray(to_numpy(g)), want)
+        assert error <= limit, f"gradient of {name}: {error:.3g}"
+
+
+def check_same(got, want) -> None:
+    for g, w in zip(got, want, strict=True):
+        check_equal(g, w)
