@@ -21,12 +21,18 @@ static const int HEAD_DIM = 512, HALF = 256, HEADS = 64, OWN_HEADS = 32, SLOTS =
 #define Q_STAGES 1
 #endif
 #ifndef STAGES
-#define STAGES (5 - HEAD_BLOCKS)
+#define STAGES 3
 #endif
 static const int CLUSTER = 2 * HEAD_BLOCKS;
 static const int GROUPS = 16 / HEAD_BLOCKS;  // of 8 columns, that a product warpgroup adds to the sums
 #ifndef SCATTER
 #define SCATTER 1
+#endif
+#ifndef P_STAGES
+#define P_STAGES (3 - HEAD_BLOCKS)
+#endif
+#ifndef PREFETCH
+#define PREFETCH 1
 #endif
 #ifndef TURNS
 #define TURNS 1
@@ -36,22 +42,22 @@ static const int GROUPS = 16 / HEAD_BLOCKS;  // of 8 columns, that a product war
 #endif
 static const int ID_STAGES = 8, GATHER_WARPS = 3, THREADS = 512;
 #ifndef SR
-#define SR (HEAD_BLOCKS == 1 ? 152 : 136)
-#define PR (HEAD_BLOCKS == 1 ? 160 : 168)
+#define SR 128
+#define PR 168
 #endif
 static const int SCORE_REGISTERS = SR, PRODUCT_REGISTERS = PR, PRODUCER_REGISTERS = 512 - SR - 2 * PR;
 static const u32 KEY_CHUNK = SLOTS * 128, KEY_BYTES = 4 * KEY_CHUNK;   // 64 columns of the rows; all
 static const u32 X_CHUNK = 2 * HEADS * 128, X_BYTES = 4 * X_CHUNK;     // the same of the stacked Q and dO
 static const u32 BOX = OWN_HEADS * 128, P_TILE = SLOTS * HEADS * 2, SENT_BYTES = SLOTS * HEADS * 4;
-static const u32 AT_KEYS = Q_STAGES * X_BYTES, AT_DS = AT_KEYS + STAGES * KEY_BYTES, AT_P = AT_DS + P_TILE;
-static const u32 AT_SENT = AT_P + P_TILE, AT_TRADE = AT_SENT + SENT_BYTES, TRADE_BYTES = SLOTS * 64 * 4;
+static const u32 AT_KEYS = Q_STAGES * X_BYTES, AT_DS = AT_KEYS + STAGES * KEY_BYTES;  // P behind dS
+static const u32 AT_SENT = AT_DS + P_STAGES * 2 * P_TILE, AT_TRADE = AT_SENT + SENT_BYTES, TRADE_BYTES = SLOTS * 64 * 4;
 static const u32 AT_IDS = AT_TRADE + (HEAD_BLOCKS - 1) * 2 * TRADE_BYTES, AT_ID_META = AT_IDS + ID_STAGES * SLOTS * 4;
 static const u32 AT_KEY_META = AT_ID_META + ID_STAGES * 4, AT_HEADS = (AT_KEY_META + STAGES * 4 + 15) / 16 * 16;
 static const u32 AT_BARS = AT_HEADS + Q_STAGES * OWN_HEADS * 8;  // after L and delta of this block's heads
 static const int BAR_X_FULL = 0, BAR_X_FREE = BAR_X_FULL + Q_STAGES, BAR_KEY_FULL = BAR_X_FREE + Q_STAGES;
 static const int BAR_KEY_FREE = BAR_KEY_FULL + STAGES, BAR_ID_FULL = BAR_KEY_FREE + STAGES, BAR_ID_FREE = BAR_ID_FULL + ID_STAGES;
 static const int BAR_SENT_FULL = BAR_ID_FREE + ID_STAGES, BAR_SENT_FREE = BAR_SENT_FULL + 1, BAR_P_FULL = BAR_SENT_FREE + 1;
-static const int BAR_P_FREE = BAR_P_FULL + 1, BAR_TRADE_FULL = BAR_P_FREE + 1, BAR_TRADE_FREE = BAR_TRADE_FULL + 2;
+static const int BAR_P_FREE = BAR_P_FULL + P_STAGES, BAR_TRADE_FULL = BAR_P_FREE + P_STAGES, BAR_TRADE_FREE = BAR_TRADE_FULL + 2;
 static const int BARS = HEAD_BLOCKS > 1 ? BAR_TRADE_FREE + 2 : BAR_TRADE_FULL;
 static const u32 AT_CLOCKS = AT_BARS + BARS * 8;
 #ifdef CLOCKS
@@ -152,6 +158,12 @@ DEVICE void index_warp(const Call& p, u32 shared, u32 bars, int lane) {
         __syncwarp();
         if (lane == 0) load_heads(p, shared + x_stage * X_BYTES, bars + (BAR_X_FULL + x_stage) * 8, item);
         __syncwarp();
+#if PREFETCH
+        if (lane < 16 && item + p.step < p.items) {
+            const int query = p.query(item + p.step), h0 = p.first_head(item + p.step) + (lane >> 1 & 1) * OWN_HEADS;
+            prefetch_box(lane & 1 ? p.q_map : p.grad_out_map, p.half * HALF + (lane >> 2) * 64, h0, query % p.queries, query / p.queries);
+        }
+#endif
         if (++x_stage == Q_STAGES) x_stage = 0, x_parity ^= 1;
         wait(bars + (BAR_ID_FREE + stage) * 8, parity);
         for (int first = 0; first < p.slots; first += 128) {
@@ -270,9 +282,10 @@ DEVICE void softmax(const Call& p, const float (&s)[32], u32 heads, bool exists,
 }
 
 // What one block of slots becomes once the other half of its scores is there: P and dS in both blocks' shared memory.
-DEVICE void finish_scores(const Call& p, float (&s)[32], u32 shared, u32 there, u32 heads, int count, u32 turn, int thread, Clock& clock) {
+DEVICE void finish_scores(const Call& p, float (&s)[32], u32 shared, u32 there, u32 heads, int count, u32 turn, int p_stage, u32 p_parity,
+                          int thread, Clock& clock) {
     const int lane = thread & 31, row = (thread >> 5) * 16 + (lane >> 2);
-    const u32 bars = shared + AT_BARS;
+    const u32 bars = shared + AT_BARS, p_full = AT_BARS + (BAR_P_FULL + p_stage) * 8;
     wait(bars + BAR_SENT_FULL * 8, turn);
     clock.read(8);
 #pragma unroll
@@ -291,27 +304,27 @@ DEVICE void finish_scores(const Call& p, float (&s)[32], u32 shared, u32 there, 
         transpose_quad(ds[e], lane);
     }
     clock.read(9);
-    wait(bars + BAR_P_FREE * 8, turn ^ 1);
+    wait(bars + (BAR_P_FREE + p_stage) * 8, p_parity ^ 1);
     clock.read(10);
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-        const u32 at = AT_DS + (row + e * 8) * 128, here = at + (((lane & 3) ^ (row & 7)) << 4), other = at + (((4 + (lane & 3)) ^ (row & 7)) << 4);
-        store_async<0>(there + other, ds[e][0], ds[e][1], ds[e][2], ds[e][3], there + AT_BARS + BAR_P_FULL * 8);
-        store_async<P_TILE>(there + other, w[e][0], w[e][1], w[e][2], w[e][3], there + AT_BARS + BAR_P_FULL * 8);
+        const u32 at = AT_DS + p_stage * 2 * P_TILE + (row + e * 8) * 128, here = at + (((lane & 3) ^ (row & 7)) << 4), other = at + (((4 + (lane & 3)) ^ (row & 7)) << 4);
+        store_async<0>(there + other, ds[e][0], ds[e][1], ds[e][2], ds[e][3], there + p_full);
+        store_async<P_TILE>(there + other, w[e][0], w[e][1], w[e][2], w[e][3], there + p_full);
         store_u32x4(shared + here, ds[e]);
         store_u32x4(shared + here + P_TILE, w[e]);
     }
     __syncwarp();
-    if (thread == 0) bar_arrive_expecting(bars + BAR_P_FULL * 8, P_TILE);
-    else if (lane == 0) bar_arrive(bars + BAR_P_FULL * 8);
+    if (thread == 0) bar_arrive_expecting(shared + p_full, P_TILE);
+    else if (lane == 0) bar_arrive(shared + p_full);
     clock.read(11);
 }
 
 // The scores of the next block run while this one's are finished; not across items, whose Q and dO take the same place.
 DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars, int thread) {
     u32 there = remote(shared, p.rank ^ 1);
-    int stage = 0, x_stage = 0;
-    u32 parity = 0, x_parity = 0, turn = 0;  // of the buffers with one stage: the parity of the block's number
+    int stage = 0, x_stage = 0, p_stage = 0;
+    u32 parity = 0, x_parity = 0, p_parity = 0, turn = 0;  // turn: of the buffers with one stage: the parity of the block's number
     Clock clock(shared, thread == 0);
     for (int item = p.first; item < p.items; item += p.step) {
         const u32 x = shared + x_stage * X_BYTES, heads = shared + AT_HEADS + x_stage * OWN_HEADS * 8;
@@ -324,7 +337,10 @@ DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars, int thread) {
             clock.read(5);
             start_scores(own, other, shared + AT_KEYS + stage * KEY_BYTES, x);
             clock.read(6);
-            if (!first) finish_scores(p, s, shared, there, heads, meta & 0xffff, turn ^ 1, thread, clock);
+            if (!first) {
+                finish_scores(p, s, shared, there, heads, meta & 0xffff, turn ^ 1, p_stage, p_parity, thread, clock);
+                if (++p_stage == P_STAGES) p_stage = 0, p_parity ^= 1;
+            }
             meta = load_u32(shared + AT_KEY_META + stage * 4);
             if (++stage == STAGES) stage = 0, parity ^= 1;
             wgmma_wait();
@@ -338,7 +354,8 @@ DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars, int thread) {
             turn ^= 1;
             clock.read(3);
         }
-        finish_scores(p, s, shared, there, heads, meta & 0xffff, turn ^ 1, thread, clock);
+        finish_scores(p, s, shared, there, heads, meta & 0xffff, turn ^ 1, p_stage, p_parity, thread, clock);
+        if (++p_stage == P_STAGES) p_stage = 0, p_parity ^= 1;
         if (++x_stage == Q_STAGES) x_stage = 0, x_parity ^= 1;
     }
 }
@@ -368,88 +385,96 @@ typedef i64 sum_type;
 typedef float sum_type;
 #endif
 
-// The row of the sums that slot `slot` of a block adds to, if any.
-DEVICE sum_type* destination(const Call& p, sum_type* sums, u32 ids, int slot, int count) {
+// The columns from `column` on of the row of the sums that slot `slot` of a block adds to; null where there is none.
+DEVICE sum_type* destination(const Call& p, int batch, u32 ids, int slot, int count, int column) {
     const int id = slot < count ? (int)load_u32(ids + slot * 4) : -1;
-    return id >= p.key_first && id < p.key_last ? sums + (i64)id * HEAD_DIM : nullptr;
+    const i64 row = (i64)batch * (p.key_last - p.key_first) + (id - p.key_first);
+    return id >= p.key_first && id < p.key_last ? (sum_type*)p.sums + row * HEAD_DIM + column : nullptr;
+}
+DEVICE int* exponent_of(const Call& p, int batch, u32 ids, int slot) {
+    return p.exponents + (i64)batch * p.keys + load_u32(ids + slot * 4);
 }
 
 // The scatter: adds a block's rows, 16 a warp, to the sums. Row g of an accumulator lies in quad g, but memory is fastest
 // where a warp's instruction adds to whole lines of 128 bytes: quads trade columns for rows first.
 #if DETERMINISTIC
 // Four quads trade, so that each of their 16 lanes has one of 16 neighbouring columns of four rows.
-DEVICE void scatter(const Call& p, const float (&o)[64], i64* sums, int* exponents, u32 ids, int count, int warp_row, int lane) {
+template <int J = 0>
+DEVICE void add_columns(const float (&o)[64], i64* row, float factor, int at) {
+    add1<J * 64>(row, to_fixed(o[J * 4 + at], factor));
+    if constexpr (J + 2 < GROUPS) add_columns<J + 2>(o, row, factor, at);
+}
+DEVICE void scatter(const Call& p, float (&o)[64], int batch, u32 ids, int count, int warp_row, int column, int lane) {
     const bool odd = lane & 4, high = lane & 8;
-    sums += (lane >> 3 & 1) * 8 + (lane & 3) * 2 + (lane >> 2 & 1);
+    column += (lane >> 3 & 1) * 8 + (lane & 3) * 2 + (lane >> 2 & 1);
 #pragma unroll
-    for (int e = 0; e < 2; e++) {
-        i64* row[4];
-        float factor[4];
+    for (int e = 0; e < 4; e += 2) {
         u32 most = 0;
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const int slot = warp_row + e * 8 + (lane >> 4) * 4 + k;
-            row[k] = destination(p, sums, ids, slot, count);
-            factor[k] = row[k] ? fixed_factor(__ldg(exponents + load_u32(ids + slot * 4))) : 0.f;
+        for (int j = 0; j < GROUPS; j += 2) {
+            float &q0 = o[j * 4 + e], &q1 = o[j * 4 + e + 1], &q2 = o[j * 4 + 4 + e], &q3 = o[j * 4 + 5 + e];
+            most = max(max(most, max(ordered_bits(q0), ordered_bits(q1))), max(ordered_bits(q2), ordered_bits(q3)));
+            const float s0 = __shfl_xor_sync(FULL_WARP, odd ? q0 : q1, 4), s1 = __shfl_xor_sync(FULL_WARP, odd ? q2 : q3, 4);
+            q0 = odd ? s0 : q0, q1 = odd ? q1 : s0, q2 = odd ? s1 : q2, q3 = odd ? q3 : s1;
         }
 #pragma unroll
         for (int j = 0; j < GROUPS; j += 2) {
-            float q[4];
+            float &q0 = o[j * 4 + e], &q1 = o[j * 4 + e + 1], &q2 = o[j * 4 + 4 + e], &q3 = o[j * 4 + 5 + e];
+            const float t0 = __shfl_xor_sync(FULL_WARP, high ? q0 : q2, 8), t1 = __shfl_xor_sync(FULL_WARP, high ? q1 : q3, 8);
+            q0 = high ? t0 : q0, q2 = high ? q2 : t0, q1 = high ? t1 : q1, q3 = high ? q3 : t1;
+        }
 #pragma unroll
-            for (int m = 0; m < 4; m++) {
-                q[m] = o[(j + (m >> 1)) * 4 + e * 2 + (m & 1)];
-                most = max(most, ordered_bits(q[m]));
-            }
-            const float s0 = __shfl_xor_sync(FULL_WARP, odd ? q[0] : q[1], 4), s1 = __shfl_xor_sync(FULL_WARP, odd ? q[2] : q[3], 4);
-            q[0] = odd ? s0 : q[0], q[1] = odd ? q[1] : s0, q[2] = odd ? s1 : q[2], q[3] = odd ? q[3] : s1;
-            const float t0 = __shfl_xor_sync(FULL_WARP, high ? q[0] : q[2], 8), t1 = __shfl_xor_sync(FULL_WARP, high ? q[1] : q[3], 8);
-            q[0] = high ? t0 : q[0], q[2] = high ? q[2] : t0, q[1] = high ? t1 : q[1], q[3] = high ? q[3] : t1;
-#pragma unroll
-            for (int k = 0; k < 4; k++)
-                if (row[k]) add_fixed(row[k] + j * 8, to_fixed(q[k], factor[k]));
+        for (int k = 0; k < 4; k++) {
+            const int slot = warp_row + e * 4 + (lane >> 4) * 4 + k;
+            i64* row = destination(p, batch, ids, slot, count, column);
+            const float factor = row ? fixed_factor(__ldg(exponent_of(p, batch, ids, slot))) : 0.f;
+            add_columns(o, row, factor, (k >> 1) * 4 + e + (k & 1));
         }
         if (most >= 0x7f800000u) {  // this lane's own row
-            const int slot = warp_row + e * 8 + (lane >> 2);
-            if (destination(p, sums, ids, slot, count)) atomicMax(exponents + load_u32(ids + slot * 4), FIXED_BROKEN);
+            const int slot = warp_row + e * 4 + (lane >> 2);
+            if (destination(p, batch, ids, slot, count, column)) atomicMax(exponent_of(p, batch, ids, slot), FIXED_BROKEN);
         }
     }
 }
 #else
 // Two quads trade, so that their 8 lanes have 32 neighbouring columns of one row, then of the other.
-DEVICE void scatter(const Call& p, const float (&o)[64], float* sums, int*, u32 ids, int count, int warp_row, int lane) {
+template <int J = 0>
+DEVICE void add_columns(const float (&o)[64], float* row0, float* row1, int e) {
+    const int at = J * 4 + e;
+    add4<J * 32>(row0, o[at], o[at + 1], o[at + 4], o[at + 5]);
+    add4<J * 32>(row1, o[at + 8], o[at + 9], o[at + 12], o[at + 13]);
+    if constexpr (J + 4 < GROUPS) add_columns<J + 4>(o, row0, row1, e);
+}
+DEVICE void scatter(const Call& p, float (&o)[64], int batch, u32 ids, int count, int warp_row, int column, int lane) {
     const bool odd = lane & 1, upper = lane & 4;
-    sums += (upper ? 16 : 0) + (lane & 1) * 8 + (lane & 2) * 2;
+    column += (upper ? 16 : 0) + (lane & 1) * 8 + (lane & 2) * 2;
 #pragma unroll
     for (int e = 0; e < 4; e += 2) {
         const int slot = warp_row + e * 4 + (lane >> 2 & 6);
-        float *row0 = destination(p, sums, ids, slot, count), *row1 = destination(p, sums, ids, slot + 1, count);
+        float *row0 = destination(p, batch, ids, slot, count, column), *row1 = destination(p, batch, ids, slot + 1, count, column);
+        // Pairs of lanes: four columns of group j + odd instead of two of groups j and j + 1.
 #pragma unroll
-        for (int j = 0; j < GROUPS; j += 4) {
-            float u[2][4];  // 4 columns of group j + odd and of group j + 2 + odd
+        for (int j = 0; j < GROUPS; j += 2) {
+            float &a0 = o[j * 4 + e], &a1 = o[j * 4 + e + 1], &b0 = o[j * 4 + 4 + e], &b1 = o[j * 4 + 5 + e];
+            const float s0 = __shfl_xor_sync(FULL_WARP, odd ? a0 : b0, 1), s1 = __shfl_xor_sync(FULL_WARP, odd ? a1 : b1, 1);
+            if (odd) a0 = s0, a1 = s1;
+            else b0 = s0, b1 = s1;
+        }
+        // Pairs of quads: groups j .. j + 1 or j + 2 .. j + 3 of both rows instead of both of one row.
 #pragma unroll
-            for (int n = 0; n < 2; n++) {
-                const float(&x)[64] = o;
-                const int at = (j + n * 2) * 4 + e;
-                const float s0 = __shfl_xor_sync(FULL_WARP, odd ? x[at] : x[at + 4], 1), s1 = __shfl_xor_sync(FULL_WARP, odd ? x[at + 1] : x[at + 5], 1);
-                u[n][0] = odd ? s0 : x[at], u[n][1] = odd ? s1 : x[at + 1], u[n][2] = odd ? x[at + 4] : s0, u[n][3] = odd ? x[at + 5] : s1;
-            }
-            float v[4];  // the other quad's
-#pragma unroll
-            for (int i = 0; i < 4; i++) v[i] = __shfl_xor_sync(FULL_WARP, upper ? u[0][i] : u[1][i], 4);
+        for (int j = 0; j < GROUPS; j += 4)
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const float mine = upper ? u[1][i] : u[0][i];
-                u[0][i] = upper ? v[i] : mine;  // of the first row
-                u[1][i] = upper ? mine : v[i];  // of the second
+                float &a = o[j * 4 + e + (i >> 1) * 4 + (i & 1)], &b = o[j * 4 + 8 + e + (i >> 1) * 4 + (i & 1)];
+                const float v = __shfl_xor_sync(FULL_WARP, upper ? a : b, 4);
+                if (upper) a = v;
+                else b = v;
             }
 #if SCATTER == 0
-            if (row0 && __float_as_uint(u[0][0]) == 0x12345678) row1 = nullptr;
-            if (row1 && __float_as_uint(u[1][0]) == 0x12345678) add4(row0, u[0][0], u[0][1], u[1][2], u[1][3]);
+        if (__float_as_uint(o[e]) == 0x12345678) add_columns(o, row0, row1, e);
 #else
-            if (row0) add4(row0 + j * 8, u[0][0], u[0][1], u[0][2], u[0][3]);
-            if (row1) add4(row1 + j * 8, u[1][0], u[1][1], u[1][2], u[1][3]);
+        add_columns(o, row0, row1, e);
 #endif
-        }
     }
 }
 #endif
@@ -496,8 +521,8 @@ DEVICE void trade(const Call& p, float (&dkv)[64], u32 shared, u32 bars, int col
 DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns, int thread) {
     const int lane = thread & 31, row = (thread >> 5) * 16 + (lane >> 2);
     const u32 p_free_there = remote(bars + BAR_P_FREE * 8, p.rank ^ 1);
-    int stage = 0, x_stage = 0, id_stage = 0;
-    u32 turn = 0;
+    int stage = 0, x_stage = 0, id_stage = 0, p_stage = 0;
+    u32 turn = 0, p_parity = 0;
     Clock clock(shared, thread == 0);
     const int c0 = 12 + columns * 8;
 #if TURNS
@@ -507,15 +532,15 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns, 
         float dq[64];
         int accumulate = 0;
         u32 meta;
-        const i64 batch = p.query(item) / p.queries;
-        sum_type* sums = (sum_type*)p.sums + (batch * (p.key_last - p.key_first) - p.key_first) * HEAD_DIM + p.half * HALF + columns * 128 + p.head_block * 64;
+        const int batch = p.query(item) / p.queries;
         do {
-            wait(bars + BAR_P_FULL * 8, turn);
+            wait(bars + (BAR_P_FULL + p_stage) * 8, p_parity);
+            const u32 ds = shared + AT_DS + p_stage * 2 * P_TILE;
             clock.read(c0);
             fence_async();
             float dkv[64];
             wgmma_begin();
-            add_queries(dq, shared + AT_DS, shared + AT_KEYS + stage * KEY_BYTES + columns * 2 * KEY_CHUNK, accumulate);
+            add_queries(dq, ds, shared + AT_KEYS + stage * KEY_BYTES + columns * 2 * KEY_CHUNK, accumulate);
             wgmma_end();
             meta = load_u32(shared + AT_ID_META + id_stage * 4);
             const int count = meta & 0xffff;
@@ -526,11 +551,11 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns, 
             clock.read(c0 + 1);
             asm volatile("bar.sync %0, 256;" ::"r"(1 + columns) : "memory");
             wgmma_begin();
-            multiply_keys(dkv, shared + AT_DS, shared + x_stage * X_BYTES + columns * 2 * X_CHUNK);
+            multiply_keys(dkv, ds, shared + x_stage * X_BYTES + columns * 2 * X_CHUNK);
             wgmma_end();
             asm volatile("bar.arrive %0, 256;" ::"r"(2 - columns) : "memory");
 #else
-            multiply_keys(dkv, shared + AT_DS, shared + x_stage * X_BYTES + columns * 2 * X_CHUNK);
+            multiply_keys(dkv, ds, shared + x_stage * X_BYTES + columns * 2 * X_CHUNK);
             wgmma_end();
             wgmma_wait_but<1>();
             if (lane == 0) bar_arrive(bars + (BAR_KEY_FREE + stage) * 8);
@@ -538,8 +563,8 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns, 
 #endif
             wgmma_wait();
             if (lane == 0) {
-                bar_arrive(bars + BAR_P_FREE * 8);
-                bar_arrive_remote(p_free_there);
+                bar_arrive(bars + (BAR_P_FREE + p_stage) * 8);
+                bar_arrive_remote(p_free_there + p_stage * 8);
                 if (meta & LAST) bar_arrive(bars + (BAR_X_FREE + x_stage) * 8);
             }
             clock.read(c0 + 2);
@@ -547,12 +572,13 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns, 
             trade(p, dkv, shared, bars, columns, turn, thread);
             clock.read(c0 + 5);
 #endif
-            scatter(p, dkv, sums, p.exponents + batch * p.keys, ids, count, thread >> 5 << 4, lane);
+            scatter(p, dkv, batch, ids, count, thread >> 5 << 4, p.half * HALF + columns * 128 + p.head_block * 64, lane);
             __syncwarp();  // every lane has read its ids
             if (lane == 0) bar_arrive(bars + (BAR_ID_FREE + id_stage) * 8);
             clock.read(c0 + 3);
             accumulate = 1;
             turn ^= 1;
+            if (++p_stage == P_STAGES) p_stage = 0, p_parity ^= 1;
             if (++stage == STAGES) stage = 0;
             if (++id_stage == ID_STAGES) id_stage = 0;
         } while (!(meta & LAST));
@@ -590,8 +616,7 @@ extern "C" __global__ void __cluster_dims__(2 * HEAD_BLOCKS, 1, 1) __launch_boun
         }
         bar_init(bars + BAR_SENT_FULL * 8, 1);
         bar_init(bars + BAR_SENT_FREE * 8, 4);
-        bar_init(bars + BAR_P_FULL * 8, 4);
-        bar_init(bars + BAR_P_FREE * 8, 16);
+        for (int i = 0; i < P_STAGES; i++) bar_init(bars + (BAR_P_FULL + i) * 8, 4), bar_init(bars + (BAR_P_FREE + i) * 8, 16);
         for (int i = 0; i < 2 * (HEAD_BLOCKS - 1); i++)
             bar_init(bars + (BAR_TRADE_FULL + i) * 8, 1), bar_init(bars + (BAR_TRADE_FREE + i) * 8, 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -602,7 +627,7 @@ extern "C" __global__ void __cluster_dims__(2 * HEAD_BLOCKS, 1, 1) __launch_boun
     __syncthreads();
     cluster_sync();  // barriers are initialised before anyone, here or in the other block, uses them
     if (warp < 4) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(SCORE_REGISTERS));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(SCORE_REGISTERS));
         score_warpgroup(p, shared, bars, threadIdx.x);
     } else if (warp < 12) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(PRODUCT_REGISTERS));

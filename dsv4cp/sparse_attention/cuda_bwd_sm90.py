@@ -17,15 +17,16 @@ from .cuda_sm90 import DIM, ELEMENTS, MOST_ITEMS, _is_hopper, _multiprocessors, 
 
 FILE, FUNCTION = "sparse_attention_bwd_sm90.cu", "sparse_attention_bwd_sm90"
 HEADS, BOX_HEADS, THREADS = 64, 32, 512
-CLUSTER = 2  # blocks, each with half of the columns
-SHARED_BYTES = 231688  # SHARED in the kernel, which checks it
+SHARED_BYTES = {1: 215584, 2: 231984}  # SHARED in the kernel, which checks it, by blocks of heads in a cluster
+CLUSTERS_OF_FOUR = 30  # of 132 multiprocessors: what the parts of an H200 that share a cluster's network have room for
 
 # Every specialisation that this file launches, for the tests that compile them all.
 VARIANTS = {
     FILE: [
-        {"ELEMENT": element, "DETERMINISTIC": deterministic, "SHARED_BYTES": SHARED_BYTES}
+        {"ELEMENT": element, "DETERMINISTIC": deterministic, "HEAD_BLOCKS": blocks, "SHARED_BYTES": shared}
         for element in ELEMENTS.values()
         for deterministic in (0, 1)
+        for blocks, shared in SHARED_BYTES.items()
     ]
 }
 
@@ -33,7 +34,9 @@ VARIANTS = {
 def fits(spec: Spec, device: int) -> bool:
     """Whether this path runs the call."""
     return (
-        spec.dim == DIM and spec.heads <= HEADS and _is_hopper(device) and 0 < spec.batch * spec.queries <= MOST_ITEMS
+        spec.dim == DIM
+        and _is_hopper(device)
+        and 0 < spec.batch * spec.queries * -(-spec.heads // HEADS) <= MOST_ITEMS
     )
 
 
@@ -53,16 +56,18 @@ def launch(
     if maps[0] is None or maps[1] is None:
         return False
     device = cupy.cuda.runtime.getDevice()
-    clusters = min(spec.batch * spec.queries, _multiprocessors(device) // CLUSTER)
+    blocks = 1 if spec.heads <= HEADS else 2
+    items = spec.batch * spec.queries * -(-spec.heads // (HEADS * blocks))
+    room = _multiprocessors(device) // 2 if blocks == 1 else _multiprocessors(device) * CLUSTERS_OF_FOUR // 132
     if parts == 1:
         key_first = key_last = 0  # no slot adds to sums
     with np.errstate(over="ignore"):  # a scale beyond float32 is infinite there
         scale, scale2 = np.float32(spec.scale), np.float32(spec.scale * math.log2(math.e))
     _kernels.launch(
-        _kernel(dtype, deterministic),
-        grid=clusters * CLUSTER,
+        _kernel(dtype, deterministic, blocks),
+        grid=min(items, room) * 2 * blocks,
         block=THREADS,
-        shared_bytes=SHARED_BYTES,
+        shared_bytes=SHARED_BYTES[blocks],
         stream=stream,
         q_map=maps[0],
         grad_out_map=maps[1],
@@ -90,6 +95,11 @@ def launch(
 
 
 @functools.cache
-def _kernel(dtype: str, deterministic: bool) -> _kernels.Kernel:
-    defines = {"ELEMENT": ELEMENTS[dtype], "DETERMINISTIC": int(deterministic), "SHARED_BYTES": SHARED_BYTES}
+def _kernel(dtype: str, deterministic: bool, blocks: int) -> _kernels.Kernel:
+    defines = {
+        "ELEMENT": ELEMENTS[dtype],
+        "DETERMINISTIC": int(deterministic),
+        "HEAD_BLOCKS": blocks,
+        "SHARED_BYTES": SHARED_BYTES[blocks],
+    }
     return _kernels.kernel(FILE, FUNCTION, defines=defines, arch="sm_90a")
