@@ -53,7 +53,8 @@ typedef float Sum;
 #endif
 
 static const int DIM = 128, HEADS = 64, THREADS = 256, WARPS = 8, SLOTS = 64, LIST = 1024, STAGES = 2, HELPERS = 2;
-static const int PRODUCT_REGISTERS = 192, HELPER_REGISTERS = 64;
+static const int PRODUCT_REGISTERS = 184, HELPER_REGISTERS = 72;
+static const int AHEAD = 264;  // blocks that run at a time on a whole GPU
 static const int ROWS_EACH = SLOTS / HELPERS;  // of a gathering or adding warp
 static const u32 PITCH = 544;  // 512 bytes of a row and what keeps neighbouring rows in different banks
 static const u32 TILE = 64 * 128, STAGE = 2 * TILE;
@@ -67,6 +68,10 @@ static const u32 SHARED = AT_BARS + BARS * 8;
 static_assert(SHARED == SHARED_BYTES, "shared memory");
 #endif
 
+DEVICE void prefetch_line(const char* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+DEVICE void prefetch(const char* from, int bytes, int thread) {
+    for (int line = thread; line * 128 < bytes; line += 128) prefetch_line(from + line * 128);
+}
 template <int N> DEVICE void wgmma_wait_but() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
 DEVICE void product_barrier() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
 
@@ -127,64 +132,6 @@ DEVICE void wgmma_m64n128k16_tt(float (&d)[64], u64 a, u64 b, int accumulate) {
           "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
           "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
         : "l"(a), "l"(b), "r"(accumulate));
-}
-
-struct Call {
-    const void *grad_scores, *weights, *ids;
-    const u16 *q, *k;
-    i64 g_stride_b, g_stride_s, g_stride_t, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_p;
-    int heads, slots, g_kind, ids_wide, key_first, key_last;
-};
-
-// ---- Lists of valid slots ------------------------------------------------------------------------------
-
-// Ids and incoming gradients of the valid slots among first .. first + LIST - 1, in slot order. Returns how many; `largest`
-// becomes the largest |g| of them. The caller's barrier before: nobody reads the list any more. All 256 threads.
-DEVICE int read_slots(const Call& p, u32 shared, int b, int s, int first, float& largest, int warp, int lane) {
-    const int EACH = LIST / THREADS;
-    int id[EACH];
-    float g[EACH];
-    u32 valid[EACH];
-    int count = 0;
-    float top = 0.f;
-#pragma unroll
-    for (int u = 0; u < EACH; ++u) {
-        const int slot = first + (warp * EACH + u) * 32 + lane;
-        i64 wide = -1;
-        if (slot < p.slots) wide = p.ids ? load_id(p.ids, ((i64)b * gridDim.x + s) * p.slots + slot, p.ids_wide) : slot;
-        const bool here = wide >= p.key_first && wide < p.key_last;
-        id[u] = here ? (int)wide : -1;
-        g[u] = here ? load_number(p.grad_scores, b * p.g_stride_b + s * p.g_stride_s + slot * p.g_stride_t, p.g_kind) : 0.f;
-        valid[u] = __ballot_sync(FULL_WARP, here);
-        top = larger(top, g[u]);
-        count += __popc(valid[u]);
-    }
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) top = larger(top, __shfl_xor_sync(FULL_WARP, top, step));
-    if (lane == 0) {
-        store_u32(shared + AT_PART + warp * 4, (u32)count);
-        store_float(shared + AT_PART + (WARPS + warp) * 4, top);
-    }
-    __syncthreads();  // counts and maxima of all warps are there
-    int at = 0, total = 0;
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
-        const int n = (int)load_u32(shared + AT_PART + w * 4);
-        at += w < warp ? n : 0;
-        total += n;
-        largest = larger(largest, load_float(shared + AT_PART + (WARPS + w) * 4));
-    }
-#pragma unroll
-    for (int u = 0; u < EACH; ++u) {
-        if (id[u] >= 0) {
-            const int to = at + __popc(valid[u] & ((1u << lane) - 1));
-            store_u32(shared + AT_ID + to * 4, (u32)id[u]);
-            store_float(shared + AT_VALUE + to * 4, g[u]);
-        }
-        at += __popc(valid[u]);
-    }
-    __syncthreads();  // the list is complete
-    return total;
 }
 
 // ---- Gather and addition warps -------------------------------------------------------------------------
@@ -254,7 +201,9 @@ DEVICE void lay_down(const float (&c)[32], u32 rows, int column, const float (&f
         for (int n = 0; n < 8; ++n) {
             const float x = c[n * 4 + e * 2] * factor[e], y = c[n * 4 + e * 2 + 1] * factor[e];
 #if FIXED
-            asm volatile("st.shared.v2.u64 [%0], {%1, %2};" ::"r"(to + n * 64), "l"(to_fixed(x, unit[e])), "l"(to_fixed(y, unit[e]))
+            // to_fixed and a store in one piece: apart, all conversions come first and their results fill the registers.
+            asm volatile("{\n.reg .s64 x, y;\ncvt.rni.s64.f32 x, %1;\ncvt.rni.s64.f32 y, %2;\nst.shared.v2.u64 [%0], {x, y};\n}\n" ::"r"(to + n * 64),
+                         "f"(x * unit[e]), "f"(y * unit[e])
                          : "memory");
 #else
             asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to + n * 32), "f"(x), "f"(y) : "memory");
@@ -438,9 +387,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) indexer_grad_query_sm90
         const i64 sees = (query_start + s + 1) / ratio;
         slots = sees < slots ? (int)sees : slots;
     }
-    const Call p = {grad_scores, weights, ids, q, k, g_stride_b, g_stride_s, g_stride_t, q_stride_b, q_stride_s, q_stride_h,
-                    k_stride_b, k_stride_p, heads, slots, g_kind, ids_wide, key_first, key_last};
     const i64 query = (i64)b * gridDim.x + s, first_row = (i64)blockIdx.y * (key_last - key_first);
+    const auto slots_of = [=](int s) {
+        const i64 ids_at = ((i64)(batch_first + blockIdx.y) * gridDim.x + s) * slots, g_at = (batch_first + blockIdx.y) * g_stride_b + s * g_stride_s;
+        return Slots{ids, grad_scores, ids_at, g_at, g_stride_t, slots, g_kind, ids_wide, key_first, key_last};
+    };
+    int again = s;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) bar_init(bars + (BAR_KEY_FULL + i) * 8, HELPERS * 32);
         for (int i = 0; i < STAGES; ++i) bar_init(bars + (BAR_KEY_FREE + i) * 8, 4);
@@ -453,24 +405,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) indexer_grad_query_sm90
     if (warp < 4) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(PRODUCT_REGISTERS));
         copy_q(q + b * q_stride_b + s * q_stride_s, q_stride_h, shared, heads);
-        const float w0 = lane < heads ? load_number(weights, query * heads + lane, w_kind) : 0.f;
-        const float w1 = 32 + lane < heads ? load_number(weights, query * heads + 32 + lane, w_kind) : 0.f;
-        float top = larger(w0, w1);
-#pragma unroll
-        for (int i = 16; i > 0; i /= 2) top = larger(top, __shfl_xor_sync(FULL_WARP, top, i));
-        const Power w_power = power_of(top);
-        if (warp == 0) {
-            store_float(shared + AT_W + lane * 4, w0 * w_power.down);
-            store_float(shared + AT_W + (32 + lane) * 4, w1 * w_power.down);
-        }
         Totals acc;
 #pragma unroll
         for (int i = 0; i < 16; ++i) acc.w[i] = 0.f;
         acc.any = 0;
-        Power g_power = {1.f, 1.f};
+        Power g_power = {1.f, 1.f}, w_power = {1.f, 1.f};
         for (int first = 0; first < slots; first += LIST) {
+            int id[LIST / THREADS];
+            float g[LIST / THREADS];
+            asm volatile("" : "+r"(again));  // addresses are found anew for each list: they must not live in registers meanwhile
+            load_slots(slots_of(again), first + warp * (LIST / WARPS) + lane, id, g);
+            if (first == 0) {  // behind the ids, which take longest
+                const float w0 = lane < heads ? load_number(weights, query * heads + lane, w_kind) : 0.f;
+                const float w1 = 32 + lane < heads ? load_number(weights, query * heads + 32 + lane, w_kind) : 0.f;
+                float top = larger(w0, w1);
+#pragma unroll
+                for (int i = 16; i > 0; i /= 2) top = larger(top, __shfl_xor_sync(FULL_WARP, top, i));
+                w_power = power_of(top);
+                if (warp == 0) {
+                    store_float(shared + AT_W + lane * 4, w0 * w_power.down);
+                    store_float(shared + AT_W + (32 + lane) * 4, w1 * w_power.down);
+                }
+            }
             __syncthreads();  // the previous list, and rows to add, are done with
-            const int count = read_slots(p, shared, b, s, first, g_top, warp, lane);
+            const int count = build_list<WARPS>(id, g, shared + AT_ID, shared + AT_VALUE, shared + AT_PART, g_top, warp, lane);
             const Power power = power_of(g_top);
             if (acc.any && power.up != g_power.up) {  // exact: a ratio of powers of two
                 const float r = g_power.up * power.down;
@@ -487,9 +445,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) indexer_grad_query_sm90
         if (WANT_Q) store_totals(acc, shared, grad_q, grad_w, query, heads, w_kind, g_power.up, scale * w_power.up, scale, warp, lane);
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(HELPER_REGISTERS));
+        if (s >= AHEAD) {  // what the block after the running ones will ask for first
+            const int thread = threadIdx.x - 128;
+            if (ids != nullptr) prefetch((const char*)ids + (query - AHEAD) * slots * (ids_wide ? 8 : 4), slots * (ids_wide ? 8 : 4), thread);
+            if (g_stride_t == 1) {
+                const int size = g_kind == KIND_FLOAT32 ? 4 : 2;
+                prefetch((const char*)grad_scores + (b * g_stride_b + (s - AHEAD) * g_stride_s) * size, slots * size, thread);
+            }
+            for (int line = thread; line < heads * 2; line += 128)
+                prefetch_line((const char*)(q + b * q_stride_b + (s - AHEAD) * q_stride_s + (line >> 1) * q_stride_h) + (line & 1) * 128);
+        }
         for (int first = 0; first < slots; first += LIST) {
+            int id[LIST / THREADS];
+            float g[LIST / THREADS];
+            asm volatile("" : "+r"(again));  // addresses are found anew for each list: they must not live in registers meanwhile
+            load_slots(slots_of(again), first + warp * (LIST / WARPS) + lane, id, g);
             __syncthreads();  // the previous list, and rows to add, are done with
-            const int count = read_slots(p, shared, b, s, first, g_top, warp, lane);
+            const int count = build_list<WARPS>(id, g, shared + AT_ID, shared + AT_VALUE, shared + AT_PART, g_top, warp, lane);
             if (warp < 4 + HELPERS) gather(k + b * k_stride_b, k_stride_p, shared, count, step, warp - 4, lane);
             else if (WANT_K) add_rows((Sum*)sums + first_row * DIM, key_first, shared, count, step, warp - 4 - HELPERS, lane);
         }
