@@ -103,6 +103,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) indexer_gather_scores(
                         }
                     }
                 }
+                if (block * 64 + 64 > heads) {  // an infinite key times the zeros of a head that does not exist is no logit
+#pragma unroll
+                    for (int j = 0; j < 8; ++j)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e)
+                            if (block * 64 + j * 8 + (lane & 3) * 2 + (e & 1) >= heads) l[0][j][e] = l[1][j][e] = 0.f;
+                }
 #pragma unroll
                 for (int j = 0; j < 8; ++j) {
                     const float2 w = load_float2(at_w + (block * 64 + j * 8 + (lane & 3) * 2) * 4);

@@ -52,64 +52,6 @@ static const u32 SHARED = AT_PART + 4 * HEADS * 4;
 static_assert(SHARED == SHARED_BYTES, "shared memory");
 #endif
 
-struct Call {
-    const void *grad_scores, *weights, *ids;
-    const u16 *q, *k;
-    i64 g_stride_b, g_stride_s, g_stride_t, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_p;
-    int heads, slots, g_kind, ids_wide, key_first, key_last;
-};
-
-// ---- Lists of valid slots ------------------------------------------------------------------------------
-
-// Ids and incoming gradients of the valid slots among first .. first + LIST - 1, in slot order. Returns how many; `largest`
-// becomes the largest |g| of them. The caller's barrier before: nobody reads the list any more.
-DEVICE int read_slots(const Call& p, u32 shared, int b, int s, int first, float& largest, int warp, int lane) {
-    const int EACH = LIST / THREADS;
-    int id[EACH];
-    float g[EACH];
-    u32 valid[EACH];
-    int count = 0;
-    float top = 0.f;
-#pragma unroll
-    for (int u = 0; u < EACH; ++u) {
-        const int slot = first + (warp * EACH + u) * 32 + lane;
-        i64 wide = -1;
-        if (slot < p.slots) wide = p.ids ? load_id(p.ids, ((i64)b * gridDim.x + s) * p.slots + slot, p.ids_wide) : slot;
-        const bool here = wide >= p.key_first && wide < p.key_last;
-        id[u] = here ? (int)wide : -1;
-        g[u] = here ? load_number(p.grad_scores, b * p.g_stride_b + s * p.g_stride_s + slot * p.g_stride_t, p.g_kind) : 0.f;
-        valid[u] = __ballot_sync(FULL_WARP, here);
-        top = larger(top, g[u]);
-        count += __popc(valid[u]);
-    }
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) top = larger(top, __shfl_xor_sync(FULL_WARP, top, step));
-    if (lane == 0) {
-        store_u32(shared + AT_PART + warp * 4, (u32)count);
-        store_float(shared + AT_PART + (WARPS + warp) * 4, top);
-    }
-    __syncthreads();  // counts and maxima of all warps are there
-    int at = 0, total = 0;
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
-        const int n = (int)load_u32(shared + AT_PART + w * 4);
-        at += w < warp ? n : 0;
-        total += n;
-        largest = larger(largest, load_float(shared + AT_PART + (WARPS + w) * 4));
-    }
-#pragma unroll
-    for (int u = 0; u < EACH; ++u) {
-        if (id[u] >= 0) {
-            const int to = at + __popc(valid[u] & ((1u << lane) - 1));
-            store_u32(shared + AT_ID + to * 4, (u32)id[u]);
-            store_float(shared + AT_VALUE + to * 4, g[u]);
-        }
-        at += __popc(valid[u]);
-    }
-    __syncthreads();  // the list is complete
-    return total;
-}
-
 // Starts copying 64 listed key rows from `first` on; rows from `count` on are zeros.
 DEVICE void gather(const u16* k, i64 stride, u32 shared, u32 stage, int first, int count) {
     const int chunk = threadIdx.x % CHUNKS;
@@ -168,9 +110,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, HALVES > 1 ? 1 : 2) indexe
         const i64 sees = (query_start + s + 1) / ratio;
         slots = sees < slots ? (int)sees : slots;
     }
-    const Call p = {grad_scores, weights, ids, q, k, g_stride_b, g_stride_s, g_stride_t, q_stride_b, q_stride_s, q_stride_h,
-                    k_stride_b, k_stride_p, heads, slots, g_kind, ids_wide, key_first, key_last};
     const i64 query = (i64)b * gridDim.x + s;
+    const Slots p = {ids, grad_scores, query * slots, b * g_stride_b + s * g_stride_s, g_stride_t, slots, g_kind, ids_wide, key_first, key_last};
+    int id[LIST / THREADS];
+    float g[LIST / THREADS];
+    load_slots(p, warp * (LIST / WARPS) + lane, id, g);  // first of all: the longest wait
     k += b * k_stride_b;
 
     // q and w; heads beyond I are zeros.
@@ -215,8 +159,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, HALVES > 1 ? 1 : 2) indexe
     bool any = false;
 
     for (int first = 0; first < slots; first += LIST) {
+        if (first > 0) load_slots(p, first + warp * (LIST / WARPS) + lane, id, g);
         __syncthreads();  // the previous list is done with
-        const int count = read_slots(p, shared, b, s, first, g_top, warp, lane);
+        const int count = build_list<WARPS>(id, g, shared + AT_ID, shared + AT_VALUE, shared + AT_PART, g_top, warp, lane);
         if (count == 0) continue;
         gather(k, k_stride_p, shared, shared + AT_K, 0, count);
         const Power power = power_of(g_top);

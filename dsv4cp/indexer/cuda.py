@@ -1,5 +1,5 @@
-"""The indexer on the GPU: scores (cuda_scores.py, on Hopper cuda_sm90.py), the selection (cuda_topk.py), scores at given
-ids and the gradients (cuda_grad.py)."""
+"""The indexer on the GPU: scores (cuda_scores.py, on Hopper cuda_sm90.py), the selection (cuda_topk.py), scores at
+given ids and the gradients (cuda_grad.py)."""
 
 from __future__ import annotations
 

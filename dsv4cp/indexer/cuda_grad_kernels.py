@@ -15,7 +15,7 @@ from .contract import Spec
 
 ELEMENTS = {"bfloat16": "BFloat16", "float16": "Float16"}
 DIMS, HEADS = contract_kernels.DIMS, (64, 128)  # of a block of indexer_grad_query.cu
-HOPPER_DIM, HOPPER_HEADS, HOPPER_SHARED = 128, 64, (101632, 103680)  # of indexer_grad_query_sm90.cu, by FIXED
+HOPPER_DIM, HOPPER_HEADS, HOPPER_THREADS, HOPPER_SHARED = 128, 64, 256, 108864  # of indexer_grad_query_sm90.cu
 TILE, LIST, THREADS = 64, 1024, 128
 
 PATHS = ("hopper", "portable")
@@ -46,7 +46,7 @@ def _query_defines(dtype: str, dim: int, heads: int, fixed: bool) -> dict[str, A
 def _hopper_defines(dtype: str, fixed: bool, want_q: bool, want_k: bool) -> dict[str, Any]:
     return {
         "ELEMENT": ELEMENTS[dtype], "FIXED": int(fixed), "WANT_Q": int(want_q), "WANT_K": int(want_k),
-        "SHARED_BYTES": HOPPER_SHARED[fixed],
+        "SHARED_BYTES": HOPPER_SHARED,
     }  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def query_kernel(spec: Spec, dtype: str, fixed: bool, want_q: bool, want_k: bool
     """(kernel, threads, bytes of shared memory) of the gradients that go query by query."""
     if spec.index_dim == HOPPER_DIM and spec.heads <= HOPPER_HEADS and forced_path != "portable" and _is_hopper():
         fixed = fixed and want_k
-        return _hopper_kernel(dtype, fixed, want_q, want_k), THREADS, HOPPER_SHARED[fixed]
+        return _hopper_kernel(dtype, fixed, want_q, want_k), HOPPER_THREADS, HOPPER_SHARED
     heads = next(n for n in HEADS if n >= spec.heads)
     return _query_kernel(dtype, spec.index_dim, heads, fixed), 2 * heads, _query_shared(spec.index_dim, heads)
 

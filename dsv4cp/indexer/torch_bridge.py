@@ -96,7 +96,7 @@ def dsv4_indexer_topk_scores(
     "tilelang" (the CUDA kernels: bfloat16 or float16, E 64 or 128, I 1 to 128) sums the gradient of pooled_kv over
     queries with atomic additions, whose last bits may differ from run to run. While
     torch.use_deterministic_algorithms(True) is set during the backward pass it sums integers scaled by a power of two
-    instead: the same bits every time, at up to twice the time and 8 E + 4 bytes an entry (within 2 GiB: more take
+    instead: the same bits every time, at up to twice the time, with 8 E + 4 bytes an entry (within 2 GiB: more take
     several passes). "auto" as in dsv4_indexer_scores.
     """
     spec = contract.check_topk_scores(q, pooled_kv, weights, topk_indices, compress_ratio, softmax_scale)

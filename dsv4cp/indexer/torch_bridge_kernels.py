@@ -1,7 +1,7 @@
 """Dense indexer scores on torch tensors as the operators dsv4::indexer_scores and dsv4::indexer_scores_grad.
 
-On CUDA tensors that fit the kernels both directions are this package's CUDA; everything on other tensors is the reference
-run on torch tensors, so that a graph captured with the operators runs anywhere. Scores are
+On CUDA tensors that fit the kernels both directions are this package's CUDA; everything on other tensors is the
+reference run on torch tensors, so that a graph captured with the operators runs anywhere. Scores are
 masked to -inf where an entry is not finished, and the gradient ignores what comes in there.
 """
 

@@ -1,4 +1,8 @@
-"""Errors and times of the indexer's gradient kernels on a GPU: python -m tests.gpu.check_indexer_grad [errors|times]...
+"""Errors and times of the indexer's gradient kernels on a GPU.
+
+python -m tests.gpu.check_indexer_grad [hopper|portable]... [errors|times|one]...
+
+A path by name leaves out the other. "one" makes a single call of each kind, for a profiler.
 
 Errors: relative Frobenius against a float64 oracle, hostile inputs, both modes. Times: the launches alone, medians.
 """
@@ -48,14 +52,14 @@ DENSE = [
 ]
 
 
-def errors() -> None:
+def errors(paths) -> None:
     print(f"{'case':<60}{'path':<10}{'scores':>9}  {'q':>8} {'k':>8} {'w':>8}   deterministic   in parts: same bits")
     for case in CASES:
-        for path in cuda_grad_kernels.PATHS:
+        for path in paths:
             if path != "hopper" or (case.get("dim", 128) == 128 and case.get("heads", 64) <= 64):
                 print(f"{case!s:<60}{path:<10}", guarded(case_errors, case, path), flush=True)
     for case in DENSE:
-        for path in cuda_grad_kernels.PATHS:
+        for path in paths:
             print(f"dense {case!s:<54}{path:<10}", guarded(dense_errors, case, path), flush=True)
 
 
@@ -128,7 +132,7 @@ def gemm() -> None:
     print(f"bf16 8192^3 GEMM {2 * 8192**3 * 10 / start.elapsed_time(end) / 1e9:.0f} TFLOP/s", flush=True)
 
 
-def times() -> None:
+def times(paths) -> None:
     gemm()
     for queries, topk in ((4096, 512), (32768, 1024)):
         g, q, k, w, ids = layer_inputs(queries, topk)
@@ -136,7 +140,7 @@ def times() -> None:
         spec = contract.check_topk_scores_grad(g, q, k, w, ids, 4, 0.125)
         forward = functools.partial(cuda_grad.topk_scores, q, k, w, ids, spec)
         line = f"S{queries} k {topk}: scores {median(forward, repeats):.3f} ms"
-        for path in cuda_grad_kernels.PATHS:
+        for path in paths:
             cuda_grad_kernels.forced_path = path
             for fixed in (False, True):
                 call = functools.partial(cuda_grad.topk_scores_grad, g, q, k, w, ids, spec, deterministic=fixed)
@@ -150,6 +154,16 @@ def times() -> None:
     print(f"dense S{queries}: {median(lambda: cuda_grad.scores_grad(g, q, k, w, spec), 5):.3f} ms", flush=True)
 
 
+def one(paths) -> None:
+    g, q, k, w, ids = layer_inputs(4096, 512)
+    spec = contract.check_topk_scores_grad(g, q, k, w, ids, 4, 0.125)
+    for cuda_grad_kernels.forced_path in paths:
+        for fixed in (False, True):
+            cuda_grad.topk_scores_grad(g, q, k, w, ids, spec, deterministic=fixed)
+    cupy.cuda.runtime.deviceSynchronize()
+
+
 if __name__ == "__main__":
-    for name in sys.argv[1:] or ["errors", "times"]:
-        {"errors": errors, "times": times}[name]()
+    chosen = tuple(name for name in sys.argv[1:] if name in cuda_grad_kernels.PATHS) or cuda_grad_kernels.PATHS
+    for name in [name for name in sys.argv[1:] if name not in cuda_grad_kernels.PATHS] or ["errors", "times"]:
+        {"errors": errors, "times": times, "one": one}[name](chosen)
