@@ -6,7 +6,7 @@
 //                never NaN nor -inf; -1 where there are not enough
 //     visible  : j < limit_i = before + (phase + i) / ratio; DOCUMENTS: same segment, not 0, and early enough in it
 //
-// Grid: one block a row. Block: THREADS; a tile is 32 entries a thread, 1024 neighbours a warp, four neighbours a vector.
+// Grid: one block a row, of the queries first .. first + rows - 1 of each batch row. Block: THREADS; a tile is 32 entries a thread, 1024 neighbours a warp, four neighbours a vector.
 // Shared memory (dynamic): two times 2049 bins; chosen ids, or pairs of ranks and ids to sort, in the place of the first.
 // Determinism: integer counts alone, so atomics leave no trace; bits of a row depend on its scores alone.
 //
@@ -14,7 +14,7 @@
 // ones, which therefore are worse than all positive ones. NaN and -inf become NONE, the worst key. Digits of 11, 11 and 10
 // bits are counted in turn among the keys that share the digits found so far, best first, until the keys up to some bin
 // are exactly topk. Keys of a row that fits a tile stay in registers; longer rows are read once a pass. Nothing behind the
-// causal limit is read. A row with at most topk entries needs no counting.
+// causal limit is read but the rest of four neighbours. A row with at most topk entries needs no counting.
 //
 // Budget on one H200, [32768, 8192] float32, causal, k 1024: 537 MB in, 134 MB out: 0.16 ms of memory. It is the
 // instructions that count: about 20 an entry and 400 a warp and row beside them; 4 warps a row then spend as much on either.
@@ -49,7 +49,7 @@ static const int RESIDENT = BLOCKS * 3 / 4;  // the compiler wants more register
 static const int RESIDENT = BLOCKS;
 #endif
 static const u32 NONE = 0xffffffffu, POSITIVE = 0x7fffffffu;
-static_assert(WARPS <= 8 && OWN_BINS % 4 == 0, "how counts are summed");
+static_assert(WARPS >= 4 && WARPS <= 8 && OWN_BINS % 4 == 0, "how counts are summed");
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
 // The bits of the score, -0.0 as +0.0; NaN and -inf: NONE. No flushing of subnormals, whatever the compiler's options.
@@ -73,17 +73,43 @@ struct Row {
 #endif
 };
 
-DEVICE void load_four(const element* from, float (&x)[4]) {
-    if (sizeof(element) == 4) {
-        const uint4 chunk = __ldg((const uint4*)from);
-        x[0] = __uint_as_float(chunk.x), x[1] = __uint_as_float(chunk.y);
-        x[2] = __uint_as_float(chunk.z), x[3] = __uint_as_float(chunk.w);
-    } else {
-        const uint2 chunk = __ldg((const uint2*)from);
-        const u16 raw[4] = {(u16)chunk.x, (u16)(chunk.x >> 16), (u16)chunk.y, (u16)(chunk.y >> 16)};
-#pragma unroll
-        for (int c = 0; c < 4; c++) x[c] = Element::load((const element*)&raw[c]);
-    }
+// Loads without branches, so that all of a row's are on their way before the first is waited for; `to` keeps what it held
+// where `exists` is false.
+DEVICE void load_word(u32& to, const void* from, bool exists) {
+    asm volatile("{ .reg .pred p; setp.ne.s32 p, %2, 0; @p ld.global.nc.b32 %0, [%1]; }" : "+r"(to) : "l"(from), "r"((int)exists));
+}
+DEVICE void load_half(u32& to, const void* from, bool exists) {
+    asm volatile("{ .reg .pred p; .reg .b16 h; cvt.u16.u32 h, %0; setp.ne.s32 p, %2, 0; @p ld.global.nc.b16 h, [%1]; cvt.u32.u16 %0, h; }"
+                 : "+r"(to)
+                 : "l"(from), "r"((int)exists));
+}
+DEVICE void load_words(u32 (&to)[4], const void* from, bool exists) {
+    asm volatile("{ .reg .pred p; setp.ne.s32 p, %5, 0; @p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4]; }"
+                 : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3])
+                 : "l"(from), "r"((int)exists));
+}
+DEVICE void load_words(u32 (&to)[2], const void* from, bool exists) {
+    asm volatile("{ .reg .pred p; setp.ne.s32 p, %3, 0; @p ld.global.nc.v2.b32 {%0, %1}, [%2]; }"
+                 : "+r"(to[0]), "+r"(to[1])
+                 : "l"(from), "r"((int)exists));
+}
+
+static const int WORDS = sizeof(element);  // of four neighbours
+
+// Scores as they lie in memory, one in a word or two.
+DEVICE u32 nothing() {  // -inf
+    element x;
+    Element::store(&x, MINUS_INFINITY);
+    return WORDS == 4 ? 0xff800000u : *(const u16*)&x;
+}
+DEVICE float score_of(u32 raw) {
+    if (WORDS == 4) return __uint_as_float(raw);
+    const u16 bits = (u16)raw;
+    return Element::load((const element*)&bits);
+}
+DEVICE void load_one(u32& to, const element* from, bool exists) {
+    if (WORDS == 4) load_word(to, from, exists);
+    else load_half(to, from, exists);
 }
 
 // This lane's entries of a tile: first + 128 v + c. The warp's vectors from `live` on hold nothing to choose.
@@ -100,33 +126,55 @@ DEVICE Place place_of(const Row& row, int tile, int lane, int warp) {
 
 // Also lowers at.live to the last vector that holds anything but NONE: rows may end in -inf.
 DEVICE void load_keys(u32 (&key)[VECTORS][4], const Row& row, Place& at) {
+    const element* from = row.scores + at.first;
+    if (row.aligned) {
+        u32 raw[VECTORS][WORDS];
 #pragma unroll
-    for (int v = 0; v < VECTORS; v++) {
-        if (v >= at.live) break;
-        const u32 j = at.first + v * 128;
-        float x[4] = {MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY};
-        if (row.aligned && j + 3 < row.limit) {
-            load_four(row.scores + j, x);
-        } else {
+        for (int v = 0; v < VECTORS; v++) {
+#pragma unroll
+            for (int x = 0; x < WORDS; x++) raw[v][x] = WORDS == 4 ? nothing() : nothing() * 0x10001u;
+            load_words(raw[v], from + v * 128, at.first + v * 128 < row.limit);
+        }
+#pragma unroll
+        for (int v = 0; v < VECTORS; v++)
 #pragma unroll
             for (int c = 0; c < 4; c++)
-                if (j + c < row.limit) x[c] = Element::load(row.scores + j + c);
+                key[v][c] = key_of(score_of(WORDS == 4 ? raw[v][c & (WORDS - 1)] : raw[v][c / 2 & (WORDS - 1)] >> c % 2 * 16));
+        if (row.limit & 3) {  // the last four neighbours are not all before the limit
+#pragma unroll
+            for (int v = 0; v < VECTORS; v++)
+                if (at.first + v * 128 == (row.limit & ~3u)) {
+#pragma unroll
+                    for (int c = 1; c < 4; c++)
+                        if ((row.limit & 3) <= c) key[v][c] = NONE;
+                }
         }
+    } else {
+#pragma unroll
+        for (int v = 0; v < VECTORS; v++)
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                key[v][c] = nothing();
+                load_one(key[v][c], from + v * 128 + c, at.first + v * 128 + c < row.limit);
+            }
+#pragma unroll
+        for (int v = 0; v < VECTORS; v++)
+#pragma unroll
+            for (int c = 0; c < 4; c++) key[v][c] = key_of(score_of(key[v][c]));
+    }
+#if DOCUMENTS
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++)
 #pragma unroll
         for (int c = 0; c < 4; c++) {
-            key[v][c] = key_of(x[c]);
-#if DOCUMENTS
-            if (key[v][c] == NONE) continue;
-            if (__ldg(row.segments + j + c) != row.segment || __ldg(row.positions + j + c) >= row.groups) key[v][c] = NONE;
-#endif
+            const u32 j = min(at.first + v * 128 + c, row.limit - 1);
+            if (__ldg(row.segments + j) != row.segment | __ldg(row.positions + j) >= row.groups) key[v][c] = NONE;
         }
-    }
+#endif
     u32 some = 0;  // bit v: vector v of this lane holds something
 #pragma unroll
-    for (int v = 0; v < VECTORS; v++) {
-        if (v >= at.live) break;
+    for (int v = 0; v < VECTORS; v++)
         if ((key[v][0] & key[v][1] & key[v][2] & key[v][3]) != NONE) some |= 1u << v;
-    }
     at.live = 32 - __clz(__reduce_or_sync(FULL_WARP, some));
 }
 
@@ -147,8 +195,8 @@ DEVICE void count(const u32 (&key)[VECTORS][4], u32* bins, u32 low, int shift, u
 
 struct Shared {
     u32 totals[2][WARPS];  // entries that each warp has, for two tiles in turn
-    u32 warp_bins[WARPS];
-    u32 bin, before, count, total, cut;  // the bin of the last entry wanted, counts before and in it, and of all
+    u32 sums[3][WARPS];      // of the parts of the bins, for each digit
+    u32 cut;
 };
 
 // Sum of values[w] for w < warp; all: of all warps.
@@ -192,35 +240,68 @@ DEVICE int places_of(int (&at)[VECTORS], u32 mask, Shared& s, int tile, int lane
     return all;
 }
 
+struct Found {
+    u32 bin, before, count, total;  // the bin of the last key wanted, counts before and in it, and of all bins but the last
+};
+
 // Finds the bin that holds the wanted-th best key. positive: how many bins, from the first on, hold keys that grow with
-// scores; those come first, the last one before all. s.total: of all bins but the last. Two barriers.
-DEVICE void find_bin(const u32* bins, int positive, u32 wanted, Shared& s, int lane, int warp) {
-    const int begin = threadIdx.x * OWN_BINS;
-    const bool reversed = begin < positive;
-    const u32* mine = bins + (reversed ? positive - OWN_BINS - begin : begin);
+// scores; those come first, the last one before all. One barrier; every warp searches the part that holds the bin.
+DEVICE Found find_bin(const u32* bins, int positive, u32 wanted, u32* sums, int lane, int warp) {
+    const int PART = BINS / WARPS, OWN = PART / 32;
+    // Where a lane's bins of a part begin, in the order of the search: backwards where keys grow with scores.
+    const auto begin_of = [&](int part) {
+        const int at = part * PART + lane * OWN;
+        return at < positive ? positive - OWN - at : at;
+    };
     u32 sum = 0;
+    const u32* mine = bins + begin_of(warp);
 #pragma unroll
-    for (int i = 0; i < OWN_BINS; i += 4) {
+    for (int i = 0; i < OWN; i += 4) {
         const uint4 four = *(const uint4*)(mine + i);
         sum += four.x + four.y + four.z + four.w;
     }
-    u32 upto = sum;
+    sum = __reduce_add_sync(FULL_WARP, sum);
+    if (lane == 0) sums[warp] = sum;
+    __syncthreads();  // sums of the parts are there
+    Found found = {0, 0, 0, 0};
+    int part = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+        const u32 more = sums[w];
+        if (found.total < wanted) part = w, found.before = found.total;
+        found.total += more;
+    }
+    found.total -= bins[BINS - 1];
+    mine = bins + begin_of(part);
+    u32 own[OWN], upto = 0;
+#pragma unroll
+    for (int i = 0; i < OWN; i += 4) {
+        const uint4 four = *(const uint4*)(mine + i);
+        own[i] = four.x, own[i + 1] = four.y, own[i + 2] = four.z, own[i + 3] = four.w;
+        upto += four.x + four.y + four.z + four.w;
+    }
+    sum = upto;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
         const u32 other = __shfl_up_sync(FULL_WARP, upto, step);
         if (lane >= step) upto += other;
     }
-    if (lane == 31) s.warp_bins[warp] = upto;
-    __syncthreads();  // sums of the warps are there
-    u32 all;
-    u32 before = upto - sum + sum_before(s.warp_bins, warp, all);
-    if (before < wanted && wanted <= before + sum) {
-        int i = reversed ? OWN_BINS - 1 : 0;
-        while (before + mine[i] < wanted) before += mine[i], i += reversed ? -1 : 1;
-        s.bin = (u32)(mine - bins) + i, s.before = before, s.count = mine[i];
+    const int finder = __ffs(__ballot_sync(FULL_WARP, found.before + upto >= wanted)) - 1;  // none where too few are wanted
+    u32 before = found.before + upto - sum;
+    const bool reversed = part * PART + lane * OWN < positive;
+    int at = 0;
+    bool done = false;
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        const u32 here = reversed ? own[OWN - 1 - i] : own[i];
+        if (!done && before + here >= wanted) done = true, at = i, found.count = here;
+        if (!done) before += here;
     }
-    if (threadIdx.x == 0) s.total = all - bins[BINS - 1];
-    __syncthreads();  // the bin is found
+    found.bin = (u32)(mine - bins) + (reversed ? OWN - 1 - at : at);
+    found.bin = __shfl_sync(FULL_WARP, found.bin, finder & 31);
+    found.before = __shfl_sync(FULL_WARP, before, finder & 31);
+    found.count = __shfl_sync(FULL_WARP, found.count, finder & 31);
+    return found;
 }
 
 DEVICE void clear(u32* bins) {
@@ -247,16 +328,16 @@ DEVICE void sort_pairs(u64* pairs, int size) {
 // and positions of queries, with q_stride elements a batch row, and of entries, [batch][entries].
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     indexer_topk(const element* __restrict__ scores, int* __restrict__ ids, float* __restrict__ values, i64 stride_b, i64 stride_s,
-                 u32 before, u32 phase, u32 ratio, int queries, int entries, int topk, int sort_size, const i64* q_segments,
-                 const i64* q_positions, const i64* entry_segments, const i64* entry_positions, i64 q_stride, i64 group) {
+                 u32 before, u32 phase, u32 ratio, int queries, int first, int rows, int entries, int topk, int sort_size,
+                 const i64* q_segments, const i64* q_positions, const i64* entry_segments, const i64* entry_positions, i64 q_stride, i64 group) {
     extern __shared__ __align__(16) u32 dynamic[];
     __shared__ Shared s;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const u32 b = blockIdx.x / (u32)queries, i = blockIdx.x % (u32)queries;
+    const u32 b = blockIdx.x / (u32)rows, i = first + blockIdx.x % (u32)rows;
     Row row;
     row.scores = scores + b * stride_b + i * stride_s;
     row.limit = min(before + (phase + i) / ratio, (u32)entries);
-    row.aligned = ((u64)row.scores & (4 * sizeof(element) - 1)) == 0;
+    row.aligned = ((u64)row.scores & (4 * sizeof(element) - 1)) == 0 && (entries & 3) == 0;
 #if DOCUMENTS
     row.segments = entry_segments + (i64)b * entries, row.positions = entry_positions + (i64)b * entries;
     row.segment = q_segments[b * q_stride + i];
@@ -268,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     const int tiles = row.limit == 0 ? 0 : (row.limit - 1) / TILE + 1;
     u32 key[VECTORS][4];
     Place place = place_of(row, 0, lane, warp);
-    load_keys(key, row, place);
+    if (place.live > 0) load_keys(key, row, place);
 
     // Chosen are the keys with key ^ flip <= last; of those equal to `tied`, unless it is NONE, the ones with ids up to cut.
     u32 flip = 0, last = NONE - 1, tied = NONE, cut = 0;
@@ -283,25 +364,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #pragma unroll 1
         while (true) {
             for (int tile = 0; tile < tiles; tile++) {
-                if (tiles > 1) place = place_of(row, tile, lane, warp), load_keys(key, row, place);
+                if (tiles > 1) {
+                    place = place_of(row, tile, lane, warp);
+                    if (place.live > 0) load_keys(key, row, place);
+                }
                 if (shift == 21) count<true>(key, bins, 0, 0, 0, place.live);
                 else count<false>(key, bins, low, shift, span, place.live);
             }
-            __syncthreads();  // everything is counted
-            find_bin(bins, shift == 21 ? BINS / 2 : positive ? span : 0, wanted, s, lane, warp);
-            if (shift == 21) {
-                if (s.total <= (u32)topk) break;  // all that may be chosen
-                positive = s.bin < BINS / 2;
+            __syncthreads();  // everything is counted; nobody reads the other bins any more
+            if (shift == 10) clear(others);  // for the third digit
+            const int digit = shift == 21 ? 0 : shift == 10 ? 1 : 2;
+            const Found found = find_bin(bins, digit == 0 ? BINS / 2 : positive ? span : 0, wanted, s.sums[digit], lane, warp);
+            if (digit == 0) {
+                if (found.total <= (u32)topk) break;  // all that may be chosen
+                positive = found.bin < BINS / 2;
                 flip = positive ? POSITIVE : 0;
             }
-            wanted -= s.before;
-            low += s.bin << shift;
-            if (s.count == wanted || shift == 0) {
+            wanted -= found.before;
+            low += found.bin << shift;
+            if (found.count == wanted || shift == 0) {
                 last = positive ? low ^ POSITIVE : low + ((1u << shift) - 1);
-                if (s.count != wanted) tied = low;
+                if (found.count != wanted) tied = low;
                 break;
             }
-            clear(bins);  // for the third digit
             u32* const swap = bins;
             bins = others, others = swap;
             if (shift == 10) span = 1024;
@@ -309,7 +394,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         }
         if (tied != NONE) {  // the id of the wanted-th key that equals it
             for (int tile = 0, found = 0; tile < tiles; tile++) {
-                if (tiles > 1) place = place_of(row, tile, lane, warp), load_keys(key, row, place);
+                if (tiles > 1) {
+                    place = place_of(row, tile, lane, warp);
+                    if (place.live > 0) load_keys(key, row, place);
+                }
                 u32 equal = 0;
                 int at[VECTORS];
 #pragma unroll
@@ -335,7 +423,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     // Chosen ids in ascending order: to shared memory, where nobody counts any more.
     int have = 0;
     for (int tile = 0; tile < tiles; tile++) {
-        if (tiles > 1) place = place_of(row, tile, lane, warp), load_keys(key, row, place);
+        if (tiles > 1) {
+                    place = place_of(row, tile, lane, warp);
+                    if (place.live > 0) load_keys(key, row, place);
+                }
         u32 mask = 0;
         int at[VECTORS];
 #pragma unroll
@@ -375,7 +466,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         for (int x = have + threadIdx.x; x < topk; x += THREADS) dynamic[x] = NONE;
     }
     __syncthreads();  // ids are there
-    int* to = ids + (i64)blockIdx.x * topk;
+    u32 block;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));  // anew: registers are few
+    const i64 result = ((i64)(block / (u32)rows) * queries + first + block % (u32)rows) * topk;
+    int* to = ids + result;
     if (!sort_size && (topk & 3) == 0 && ((u64)to & 15) == 0) {
         for (int x = threadIdx.x; x < topk / 4; x += THREADS) ((uint4*)to)[x] = ((const uint4*)dynamic)[x];
     } else {
@@ -384,6 +478,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     if (values)
         for (int x = threadIdx.x; x < topk; x += THREADS) {
             const int id = sort_size ? (int)((u64*)dynamic)[x] : (int)dynamic[x];
-            values[(i64)blockIdx.x * topk + x] = id < 0 ? MINUS_INFINITY : Element::load(row.scores + id);
+            values[result + x] = id < 0 ? MINUS_INFINITY : Element::load(row.scores + id);
         }
 }
