@@ -13,6 +13,7 @@ and any number of ranks works. The same layer then runs over packed documents.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 from typing import Any
 
@@ -76,7 +77,9 @@ class Text:
         return [*found, self.tokens]
 
 
-def layer(weights: dict[str, torch.Tensor], x: torch.Tensor, text: Text, ranks: int, rank: int, backend: str) -> Any:
+def layer(
+    weights: dict[str, torch.Tensor], x: torch.Tensor, text: Text, ranks: int, rank: int, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention output and chosen index scores of one shard x [S_rank, C]; ranks = 1 is the whole."""
     cuts = text.cuts(ranks)
     first, last = cuts[rank], cuts[rank + 1]
@@ -87,7 +90,7 @@ def layer(weights: dict[str, torch.Tensor], x: torch.Tensor, text: Text, ranks: 
         """All ranks' rows, given where in the text each row starts."""
         if ranks == 1:
             return rows
-        sizes = [int(((starts >= a) & (starts < b)).sum()) for a, b in zip(cuts, cuts[1:], strict=False)]
+        sizes = [int(((starts >= a) & (starts < b)).sum()) for a, b in itertools.pairwise(cuts)]
         return GatherRows.apply(rows, sizes)
 
     def pooled(name: str) -> torch.Tensor:
@@ -199,7 +202,7 @@ def main() -> int:
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         if rank == 0:
             cuts = text.cuts(ranks)
-            shards = ", ".join(str(b - a) for a, b in zip(cuts, cuts[1:], strict=False))
+            shards = ", ".join(str(b - a) for a, b in itertools.pairwise(cuts))
             print(f"{name}: {ranks} ranks of {shards} queries; largest difference from one process {worst.item():.1e}")
         failed |= not worst.item() <= limit
     if dist.is_initialized():

@@ -30,7 +30,7 @@ print(f"ids {ids.shape} {ids.dtype}, plan for backend {plan.backend!r}")
 
 scale = D**-0.5
 worst = worst_gradient = 0.0
-for layer in range(LAYERS):
+for _ in range(LAYERS):
     q, kv, grad_out = normal(B, S, H, D), normal(B, S + P, D), normal(B, S, H, D)
     sinks = cupy.random.standard_normal(H, dtype=cupy.float32)
     out, lse = dsv4cp.dsv4_sparse_attention(q, kv, sinks, None, scale, plan=plan, return_lse=True)

@@ -1,4 +1,4 @@
-"""torch: a small attention layer written for NeMo AutoModel's deepseek_v4.optimized_kernels, with only the import changed.
+"""torch: a small layer written for NeMo AutoModel's deepseek_v4.optimized_kernels, with only the import changed.
 
     from nemo_automodel.components.models.deepseek_v4 import optimized_kernels      becomes
     import dsv4cp.torch_ops as optimized_kernels

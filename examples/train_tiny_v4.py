@@ -27,7 +27,7 @@ from tiny_v4.text import prepare, read_text
 console = Console(soft_wrap=True, highlight=False, markup=False)
 
 
-def read_options() -> argparse.Namespace:
+def read_options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", nargs="?", help="a UTF-8 text (default: the texts behind Python's help())")
     parser.add_argument("--preset", choices=PRESETS, default="cpu", help="sizes (default cpu); see tiny_v4/config.py")
@@ -43,11 +43,11 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--sample", type=int, default=200, metavar="N", help="tokens to sample at the end")
     parser.add_argument("--compare", type=Path, metavar="LOG.json", help="another run's log: how far apart are they?")
     parser.add_argument("--tolerance", type=float, default=0.05, help="the most nats that --compare lets them differ")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
-def main() -> int:
-    options = read_options()
+def main(arguments: list[str] | None = None) -> int:
+    options = read_options(arguments)
     config = PRESETS[options.preset]
     data, tokenizer = prepare(read_text(options.file), options.tokenizer, config.tokens)
     chosen = {name: value for name in ("steps", "batch") if (value := getattr(options, name)) is not None}
