@@ -5,9 +5,9 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-import docstrings
+import docstrings  # noqa: E402
 
-import dsv4cp
+import dsv4cp  # noqa: E402
 
 project = "dsv4cp"
 author = "the dsv4cp authors"

@@ -54,7 +54,7 @@ def convert(lines: list[str]) -> None:
             if kind != "literal":
                 made += ["::", ""]
             kind = "literal"
-            made.append(" " * (4 + depth) + text)
+            made.append(" " * max(depth, 4) + text)
         else:
             made.append({"item": "    ", "bullet": "  "}.get(kind, "") + escape(text))
     lines[:] = made
