@@ -87,7 +87,8 @@ def test_the_sdist_holds_the_tree_and_the_tests(source):
         for path in (source / folder).rglob("*"):
             if path.suffix in (".py", ".md", ".sh", ".txt"):
                 want[path.relative_to(source).as_posix()] = path.read_bytes()
-    for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "setup.cfg", "pyproject.toml", ".ci/run", "tests/constraints.txt"):
+    names = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "setup.cfg", "pyproject.toml", ".ci/run")
+    for name in (*names, "tests/constraints.txt"):
         want[name] = (source / name).read_bytes()
     assert [name for name in want if name not in got] == []
     # setuptools writes setup.cfg anew: without comments, with an [egg_info] section.
