@@ -154,6 +154,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=203)
     parser.add_argument("--backend", default="torch", help="of attention, as in dsv4cp.torch_ops")
     options = parser.parse_args()
+    if options.tokens < 40:
+        parser.error("--tokens: at least 40, so that there are several documents to pack")
     local = int(os.environ.get("LOCAL_RANK", "0"))
     gpus = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = torch.device("cuda", local) if gpus else torch.device("cpu")

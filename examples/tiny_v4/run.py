@@ -94,6 +94,8 @@ class Run:
 
     def resume(self, folder: Path) -> None:
         """Weights, optimiser and curve of a checkpoint of the same model."""
+        if not (folder / "checkpoint.pt").exists():
+            raise SystemExit(f"--resume: there is no {folder}/checkpoint.pt")
         state = torch.load(folder / "checkpoint.pt", map_location=self.device, weights_only=True)
         differs = [
             name for name, value in dataclasses.asdict(self.config).items()

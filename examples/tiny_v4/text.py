@@ -12,7 +12,10 @@ import torch
 def read_text(path: str | None) -> str:
     """A UTF-8 file, or the texts behind Python's help()."""
     if path is not None:
-        return Path(path).read_text(encoding="utf-8")
+        try:
+            return Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SystemExit(f"{path} cannot be read as UTF-8 text: {error}") from error
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))
