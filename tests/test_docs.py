@@ -18,6 +18,7 @@ import dsv4cp
 from dsv4cp import __main__ as program
 
 ROOT = Path(__file__).resolve().parents[1]
+PATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # this checkout before all else
 DOCS = ROOT / "docs"
 PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted(DOCS.glob("*.md"))]
 NAMES = [p.relative_to(ROOT).as_posix() for p in PAGES]
@@ -58,7 +59,7 @@ def test_python_blocks_run(code, tmp_path):
     done = subprocess.run(
         [sys.executable, "-W", "error::RuntimeWarning", str(script)],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": PATH},
         capture_output=True,
         text=True,
         timeout=300,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+PATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # this checkout before all else
 EXAMPLES = ROOT / "examples"
 NEEDS_TORCH = ("torch_drop_in",)
 NEEDS_GPU = ("cupy_layers", "cuda_graph", "numba_interop")
@@ -22,7 +23,7 @@ CASES += [pytest.param(name, marks=pytest.mark.gpu, id=f"{name}-gpu") for name i
 
 def run(*command: object, folder: Path) -> str:
     """What a script prints when it runs by itself, away from the checkout, with this checkout's package."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    env = os.environ | {"PYTHONPATH": PATH, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     done = subprocess.run(
         [sys.executable, "-W", "error::RuntimeWarning", *map(str, command)],
         cwd=folder,
