@@ -124,11 +124,11 @@ def compare(run: Run, options: argparse.Namespace) -> int:
     other = json.loads(options.compare.read_text(encoding="utf-8"))
     apart = [a["loss"] - b["loss"] for a, b in zip(run.curve, other["curve"], strict=False)]
     means = [sum(apart[n : n + 10]) / len(apart[n : n + 10]) for n in range(0, len(apart), 10)]
-    most = max(map(abs, means))
+    single, most = max(map(abs, apart)), max(map(abs, means))
+    faster = run.tokens_per_second() / other["tokens_per_second"]
     console.print(
-        f"{len(apart)} steps beside {options.compare} ({other['backend']}): losses differ by {max(map(abs, apart)):.4f} "
-        f"nats at most, means of 10 steps by {most:.4f}; "
-        f"{run.tokens_per_second() / other['tokens_per_second']:.2f} times its tokens/s"
+        f"{len(apart)} steps beside {options.compare} ({other['backend']}): losses differ by {single:.4f} nats at "
+        f"most, means of 10 steps by {most:.4f}; {faster:.2f} times its tokens/s"
     )
     if most > options.tolerance:
         console.print(f"more than --tolerance {options.tolerance}")
