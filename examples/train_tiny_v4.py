@@ -2,7 +2,7 @@
 
     python examples/train_tiny_v4.py                                    # two CPU cores, a few minutes
     python examples/train_tiny_v4.py my_text.txt --steps 1000 --resume
-    python examples/train_tiny_v4.py --preset h200 --backend tilelang   # a GPU
+    python examples/train_tiny_v4.py --preset gpu --backend tilelang    # a GPU; --preset h200 is larger
 
 Hyper-connections with Sinkhorn, a sliding window, compressed entries (ratio 4 chosen by an indexer that is trained
 beside the model, ratio 128 all of them), attention sinks, grouped output: the model is in tiny_v4/. It writes
@@ -32,7 +32,7 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("file", nargs="?", help="a UTF-8 text (default: the texts behind Python's help())")
     parser.add_argument("--preset", choices=PRESETS, default="cpu", help="sizes (default cpu); see tiny_v4/config.py")
     parser.add_argument("--backend", choices=("auto", "torch", "tilelang", "cudnn"), default="auto")
-    parser.add_argument("--device", help="cpu or cuda (default: cuda for the preset h200 and for kernels, else cpu)")
+    parser.add_argument("--device", help="cpu or cuda (default: cuda for the presets gpu and h200 and for kernels)")
     parser.add_argument("--tokenizer", choices=("bytes", "deepseek"), default="bytes")
     parser.add_argument("--steps", type=positive, metavar="N", help="how many steps in all (default: the preset's)")
     parser.add_argument("--batch", type=positive, metavar="N", help="sequences a step (default: the preset's)")
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     data, tokenizer = prepare(read_text(options.file), options.tokenizer, config.tokens)
     chosen = {name: value for name in ("steps", "batch") if (value := getattr(options, name)) is not None}
     config = dataclasses.replace(config, vocabulary=data.vocabulary, **chosen)
-    gpu = options.preset == "h200" or options.backend in ("tilelang", "cudnn")
+    gpu = options.preset in ("gpu", "h200") or options.backend in ("tilelang", "cudnn")
     device = options.device or ("cuda" if gpu else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no CUDA GPU is visible; --preset cpu --backend torch runs without one")

@@ -203,7 +203,7 @@ def test_every_backend_has_the_same_curve(backend, tmp_path):
         reason = missing("cudnn") or (None if "cudnn" in GRAD_OFFERED else "this version has no cudnn gradient")
         if reason:
             pytest.skip(reason)
-    common = ("--preset", "small", "--device", "cuda", "--steps", 12, "--evaluate-every", 12, "--sample", 0)
+    common = ("--preset", "gpu", "--batch", 2, "--steps", 12, "--evaluate-every", 12, "--sample", 0)
     command(*common, "--backend", "torch", "--out", "torch", folder=tmp_path)
     shown = command(*common, "--backend", backend, "--out", "other", "--compare", "torch/log.json", folder=tmp_path)
     assert "12 steps beside" in shown

@@ -39,13 +39,18 @@ PRESETS = {
         ratios=(0, 4, 128, 4), width=128, heads=4, head_dim=32, rope_dim=16, q_rank=64, groups=2, o_rank=64,
         index_heads=4, index_dim=16, topk=16, window=32, hidden=320, tokens=512, batch=4, steps=250, rate=4e-3,
     ),
+    # A GPU, minutes; sizes that every backend's kernels take.
+    "gpu": Config(
+        ratios=(0, 4, 128, 4), width=256, heads=16, head_dim=512, rope_dim=64, q_rank=256, groups=4, o_rank=128,
+        index_heads=64, index_dim=128, topk=128, window=128, hidden=768, tokens=1024, batch=4, steps=300, rate=2e-3,
+    ),
     # The attention of V4-Flash (64 heads of 512 channels, top-k 512, window 128) in a model of 8 layers.
     "h200": Config(
         ratios=(0, 4, 128, 4, 128, 4, 128, 4), width=1024, heads=64, head_dim=512, rope_dim=64, q_rank=512, groups=8,
         o_rank=256, index_heads=64, index_dim=128, topk=512, window=128, hidden=2816, tokens=4096, batch=2, steps=300,
         rate=1e-3,
     ),
-    # Head dimensions that the CUDA kernels take, sizes that a test can wait for.
+    # Sizes that a test can wait for.
     "small": Config(
         ratios=(0, 4, 128), width=64, heads=4, head_dim=64, rope_dim=32, q_rank=32, groups=2, o_rank=32,
         index_heads=4, index_dim=16, topk=8, window=16, hidden=128, tokens=256, batch=2, steps=30, rate=4e-3,
