@@ -150,6 +150,15 @@ def test_every_function_is_on_a_page():
     assert [n for n in torch_ops.__all__ if f"autofunction:: {n}" not in page and f"`{n}`" not in page] == []
 
 
+@pytest.mark.parametrize("name", OPS)
+def test_every_backend_is_on_the_ops_page(name):
+    module = importlib.import_module(f"dsv4cp.{name}.ops")
+    own = [v for key, v in vars(module).items() if key.endswith("OFFERED") and key != "ATTENTION_OFFERED"]
+    offered = {backend for value in own for backend in value}
+    table = text(f"docs/{name}.md").partition("## Backends")[2]
+    assert offered and offered <= set(re.findall(r"^\| `(\w+)` \|", table, flags=re.M))
+
+
 def test_every_example_is_on_the_page():
     page = text("docs/examples.md")
     assert [p.name for p in (ROOT / "examples").glob("*.py") if f"`examples/{p.name}`" not in page] == []
