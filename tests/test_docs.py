@@ -180,6 +180,9 @@ def test_docstrings_become_restructured_text(monkeypatch):
         q: the queries,
             of any kind.
 
+    backend: this one
+    goes on.
+
     A list:
     - one
       and more
@@ -205,6 +208,9 @@ repeat, eps
 q
     the queries,
     of any kind.
+
+backend: this one
+goes on.
 
 A list:
 
