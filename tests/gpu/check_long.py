@@ -71,7 +71,7 @@ def normal(seed: int, *shape: int) -> Any:
 
 
 def entries(queries: int, pooled: int, topk: int) -> Any:
-    """int32 [1, S, topk]: causal compressed entries without an order, repeats among them; -1 where there is none yet."""
+    """int32 [1, S, topk]: causal compressed entries in no order, repeats among them; -1 where there is none yet."""
     ids, step = cupy.empty((1, queries, topk), np.int32), 16384
     for first in range(0, queries, step):
         position = cupy.arange(first, min(first + step, queries))[:, None]
