@@ -120,6 +120,9 @@ def layouts(way: Way, *also: str) -> list[str]:
     return [x for x in LAYOUTS if x != "stride 0" or x in also]
 
 
+_available: dict[tuple[str, Way], bool] = {}
+
+
 class Op:
     """One thing to try. Subclasses: draw, make, run, judge."""
 
@@ -145,8 +148,13 @@ class Op:
 
     def available(self, way: Way) -> bool:
         """torch backends that cannot run here say so at a plain call."""
-        if way.library != "torch" or way.backend in ("torch", "auto"):
+        if way.library != "torch" or way.backend in ("torch", "sparse_torch", "auto"):
             return True
+        if (self.name, way) not in _available:
+            _available[self.name, way] = self._runs(way)
+        return _available[self.name, way]
+
+    def _runs(self, way: Way) -> bool:
         case = {"op": self.name, "way": str(way), **self.plain()}
         try:
             self.run(way, case, self.make(way, case))
@@ -156,10 +164,10 @@ class Op:
             return True
         return True
 
-    def plain(self) -> dict[str, Any]:
-        """A case that every backend takes."""
+    def plain(self, way: Way | None = None) -> dict[str, Any]:
+        """The simplest case of a way; without one, a case that every library's kernels take."""
         simple = Simplest()
-        self.draw(simple, Way("cupy", "cuda", "cuda"))
+        self.draw(simple, way or Way("cupy", "cuda", "cuda"))
         return {"seed": 1, **simple.case}
 
     def draw(self, choose, way: Way) -> None:
