@@ -121,8 +121,8 @@ def dsv4_sparse_attention_grad(
             either way, with the same code; on CuPy arrays it adds with atomics, so that bits may differ from run to
             run, and "deterministic" is a RuntimeError until there are gradient kernels.
         backward_workspace_bytes: cap on working memory beyond outputs and the float32 sum of grad_kv. A
-            smaller cap means more passes and the same bits (array-API libraries other than NumPy and CuPy: the
-            same up to rounding); the reference works within 16 MiB on the CPU unless one query alone needs more.
+            smaller cap means more passes and the same bits; the reference works within 16 MiB on the CPU
+            unless one query alone needs more.
 
     Returns:
         grad_q, grad_kv and grad_sinks in the dtypes of q, kv and sinks. grad_kv is summed in float32
