@@ -85,8 +85,7 @@ def dsv4_indexer_topk_scores(
 ) -> torch.Tensor:
     """Scores at the ids of topk_indices [B, S, T] (int32 or int64), -inf where an id is outside [0, P).
 
-    Only the named rows of pooled_kv reach a result and only they get a gradient, which is summed in float32 (float64 if
-    any input is) and rounded once; a repeated id adds once per slot.
+    Only the named rows of pooled_kv are read and only they get a gradient; a repeated id adds once per slot.
     """
     spec = contract.check_topk_scores(q, pooled_kv, weights, topk_indices, compress_ratio, softmax_scale)
     choose(
