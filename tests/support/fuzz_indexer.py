@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import math
+import re
 from typing import Any, get_args
 
 import torch
@@ -27,6 +30,17 @@ from .fuzz_base import (
 from .oracle64 import INF, Attention, rounded
 
 
+@contextlib.contextmanager
+def deterministic(wanted: bool):
+    """torch.use_deterministic_algorithms inside, as a caller sets it for gradients in a fixed order."""
+    kept = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(wanted or kept)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(kept)
+
+
 class ScoresOp(Op):
     name, functions, gradient, slots = "index scores", {"array": "dsv4_indexer_scores"}, False, False
 
@@ -38,7 +52,7 @@ class ScoresOp(Op):
         dtype = choose("dtype", half_dtypes(way)[:1] * 3 + half_dtypes(way) if kernels else half_dtypes(way))
         choose("w dtype", [dtype, dtype, "float32"])
         choose("E", [128, 128, 128, 64, 32] if kernels else [8, 1, 3, 16, 128])
-        choose("I", [64, 64, 32, 16, 8] if kernels else [1, 2, 3, 4, 8, 64])
+        choose("I", [64, 64, 32, 16, 8, 1, 3, 33, 65, 128] if kernels else [1, 2, 3, 4, 8, 64])
         choose("B", [1, 2, 3, 0] if choose("zero", [False] * 15 + [True]) else [1, 2, 3])
         choose("S", [1, 2, 3, 8, 9, 17, 63, 64, 65, 130, 0])
         choose("P", [1, 2, 3, 7, 16, 63, 64, 65, 129, 257, 300, 0])
@@ -61,6 +75,8 @@ class ScoresOp(Op):
             choose("g values", ["normal", "integers", "equal"])
             choose("g layout", layouts(way, "stride 0"))
             choose("g unseen", ["plain", "NaN"])
+            choose("impl", ["atomic", "deterministic"] if "backward_impl" in self._parameters() else ["atomic"])
+            choose("cap", ["default", "least"] if "backward_workspace_bytes" in self._parameters() else ["default"])
 
     def make(self, way: Way, case: dict) -> dict[str, Held | None]:
         device, seed, kind = way.device, case["seed"], case["values"]
@@ -99,8 +115,8 @@ class ScoresOp(Op):
         seen = oracle64.causal(q.shape[1], entries, case["R"], case["start"], q.device)
         return seen.expand(q.shape[0], -1, -1)
 
-    def _call(self, way: Way, case: dict, arrays: list[Any], backend: str) -> Any:
-        options = {"compress_ratio": case["R"], "softmax_scale": self._scale(case), "backend": backend}
+    def _call(self, way: Way, case: dict, arrays: list[Any], backend: str, **more: Any) -> Any:
+        options = more | {"compress_ratio": case["R"], "softmax_scale": self._scale(case), "backend": backend}
         if not self.slots:
             options |= {"query_start": case["start"]}
         module = torch_ops() if way.library == "torch" else dsv4cp
@@ -109,9 +125,15 @@ class ScoresOp(Op):
             name += "_grad"
         return attempt(way, getattr(module, name), *arrays, **options)
 
+    def _parameters(self) -> list[str]:
+        """Names of the array function's parameters: some gradients have several implementations."""
+        return list(inspect.signature(getattr(dsv4cp, self.functions["array"])).parameters)
+
     @staticmethod
     def _scale(case: dict) -> float:
-        return case["scale"] * case["E"] ** -0.5
+        """A power of two for integers, whose scores are then exact."""
+        scale = case["E"] ** -0.5
+        return case["scale"] * (2.0 ** round(math.log2(scale)) if case["values"] == "integers" else scale)
 
     def run(self, way: Way, case: dict, held: dict[str, Held | None]) -> list[Any]:
         arrays = [way.give(held[n]) for n in ("q", "k", "w")]
@@ -119,8 +141,26 @@ class ScoresOp(Op):
         if not self.gradient:
             return [self._call(way, case, arrays + ids, way.backend)]
         g = way.give(held["g"])
+        options = {"backward_impl": case["impl"]} if "backward_impl" in self._parameters() else {}
         if way.library != "torch":
-            return list(self._call(way, case, [g, *arrays, *ids], way.backend))
+            arguments = [g, *arrays, *ids]
+            got = list(self._call(way, case, arguments, way.backend, **options))
+            if case["cap"] == "least":
+                cap = {"backward_workspace_bytes": self._least(way, case, arguments, options)}
+                got += list(self._call(way, case, arguments, way.backend, **options, **cap))
+            return got
+        with deterministic(case["impl"] == "deterministic" and way.backend == "tilelang"):
+            return self._torch_grads(way, case, arrays, ids, g)
+
+    def _least(self, way: Way, case: dict, arguments: list[Any], options: dict) -> int:
+        """The smallest cap the call says it takes."""
+        try:
+            self._call(way, case, arguments, way.backend, **options, backward_workspace_bytes=1)
+        except ValueError as error:
+            return int(re.search(r"at least (\d+)", str(error))[1])
+        return 1
+
+    def _torch_grads(self, way: Way, case: dict, arrays: list[Any], ids: list[Any], g: torch.Tensor) -> list[Any]:
         leaves = [x.detach().requires_grad_() for x in arrays]
         scores = self._call(way, case, leaves + ids, way.backend)
         if not scores.requires_grad:  # nothing to differentiate: no entry at all
@@ -189,8 +229,12 @@ class ScoresOp(Op):
         ek = total[1] + oracle64.SIGMAS * total[2].sqrt()
         dtypes = [held[n].view.dtype for n in ("q", "k", "w")]
         pairs = ((gq, eq), (total[0], ek.nan_to_num(0.0)), (gw, ew))
-        for label, x, pair, dtype in zip(("grad_q", "grad_k", "grad_w"), got, pairs, dtypes, strict=True):
-            v.close(label, x, rounded(*pair, dtype), dtype)
+        for n, (label, pair, dtype) in enumerate(zip(("grad_q", "grad_k", "grad_w"), pairs, dtypes, strict=True)):
+            v.close(label, got[n], rounded(*pair, dtype), dtype)
+            if len(got) > 3 and case["impl"] == "deterministic":
+                v.equal(f"{label}, least workspace", got[3 + n], got[n])
+            elif len(got) > 3:
+                v.close(f"{label}, least workspace", got[3 + n], rounded(*pair, dtype), dtype)
 
 
 class ScoresGradOp(ScoresOp):
@@ -266,7 +310,7 @@ class TopkOp(ScoresOp):
             return
         ids = got[0].long()
         want_ids, _ = oracle64.topk(scores, k, case["order"])
-        exact = case["values"] in ("integers", "zeros", "equal") and case["scale"] in (0.0,)
+        exact = case["values"] in ("integers", "zeros") or case["scale"] == 0.0
         v.equal("how many", (ids >= 0).sum(-1), (want_ids >= 0).sum(-1))
         chosen = torch.zeros((*scores.shape[:-1], entries + 1), dtype=torch.int64, device=scores.device)
         v.true("ids in range", ((ids >= -1) & (ids < max(entries, 1))).all())
