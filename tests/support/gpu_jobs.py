@@ -89,7 +89,7 @@ class Job:
 
     @property
     def repeats(self) -> bool:
-        """Whether bits are the same every time: where rows are shared, sums on a GPU are atomic unless said otherwise."""
+        """Whether bits are the same every time: sums over shared rows on a GPU are atomic unless said otherwise."""
         if "impl" in self.case and self.by_kernels:
             return self.case["impl"] == "deterministic" or self.op.name == "index scores gradient"
         return self.by_kernels or self.op.name not in SCATTERS
