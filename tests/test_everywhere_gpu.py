@@ -246,7 +246,6 @@ def test_a_failed_allocation_raises_and_the_next_call_works(name, monkeypatch):
             if got is not None:
                 break
             assert not job.wrong(job.run()), f"after allocation {fail}"
-        assert fail > 1 or job.way.reference or not got, f"{job}: allocates nothing"
 
 
 def test_a_small_pool_raises_and_the_next_call_works():

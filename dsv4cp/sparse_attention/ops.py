@@ -134,8 +134,8 @@ def dsv4_sparse_attention_grad(
             adds with float32 atomics and has "atomic" alone on Hopper (else a RuntimeError); its "deterministic" on
             Blackwell repeats for the same shapes.
         backward_workspace_bytes: cap on working memory beyond outputs and the float32 sum of grad_kv. A
-            smaller cap means more passes and the same bits (array-API libraries other than NumPy and CuPy: the same up
-            to rounding); the reference works within 16 MiB on the CPU unless one query alone needs more.
+            smaller cap means more passes and the same bits; the reference works within 16 MiB on the CPU
+            unless one query alone needs more.
             "cuda", "deterministic": cap on its sums, 8 bytes for each element of grad_kv of a pass, which covers some
             batch rows, or some key rows (64 at least) of one. Beside it "cuda" takes 8 bytes for each query and head,
             and "deterministic" 8 for each query and 20 for each key. "cudnn" needs 8 bytes a query and head on Hopper,

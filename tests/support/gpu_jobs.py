@@ -30,6 +30,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 MORE: dict[str, list[dict[str, Any]]] = {  # a second case of an op
     "attention gradient": [{"impl": "deterministic"}],
+    "index scores at ids gradient": [{"impl": "deterministic"}],
     "Sinkhorn": [{"M": 9, "leading": [33]}],
     "Sinkhorn gradient": [{"M": 9, "leading": [33]}],
     "plan": [{"layout of plan": "cudnn", "promise": True}],
@@ -88,13 +89,9 @@ class Job:
 
     @property
     def repeats(self) -> bool:
-        """Whether bits are the same every time. The reference's sums on a GPU use atomics where rows are shared."""
-        if self.op.name == "attention gradient":
-            return (
-                (self.case["impl"] == "deterministic"
-                and self.way.library != "torch")
-                or (self.case["impl"] == "deterministic" and self.by_kernels)
-            )
+        """Whether bits are the same every time: sums over shared rows on a GPU are atomic unless said otherwise."""
+        if "impl" in self.case and self.by_kernels:
+            return self.case["impl"] == "deterministic" or self.op.name == "index scores gradient"
         return self.by_kernels or self.op.name not in SCATTERS
 
     @contextlib.contextmanager
