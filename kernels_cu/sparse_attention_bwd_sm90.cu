@@ -40,7 +40,7 @@ static const int GROUPS = 16 / HEAD_BLOCKS;  // of 8 columns, that a product war
 #ifndef ORDER
 #define ORDER 0
 #endif
-static const int ID_STAGES = 8, GATHER_WARPS = 3, THREADS = 512;
+static const int ID_STAGES = DETERMINISTIC ? 4 : 8, GATHER_WARPS = 3, THREADS = 512;
 #ifndef SR
 #define SR 128
 #define PR 168
@@ -51,8 +51,8 @@ static const u32 X_CHUNK = 2 * HEADS * 128, X_BYTES = 4 * X_CHUNK;     // the sa
 static const u32 BOX = OWN_HEADS * 128, P_TILE = SLOTS * HEADS * 2, SENT_BYTES = SLOTS * HEADS * 4;
 static const u32 AT_KEYS = Q_STAGES * X_BYTES, AT_DS = AT_KEYS + STAGES * KEY_BYTES;  // P behind dS
 static const u32 AT_SENT = AT_DS + P_STAGES * 2 * P_TILE, AT_TRADE = AT_SENT + SENT_BYTES, TRADE_BYTES = SLOTS * 64 * 4;
-static const u32 AT_IDS = AT_TRADE + (HEAD_BLOCKS - 1) * 2 * TRADE_BYTES, AT_ID_META = AT_IDS + ID_STAGES * SLOTS * 4;
-static const u32 AT_KEY_META = AT_ID_META + ID_STAGES * 4, AT_HEADS = (AT_KEY_META + STAGES * 4 + 15) / 16 * 16;
+static const u32 AT_IDS = AT_TRADE + (HEAD_BLOCKS - 1) * 2 * TRADE_BYTES, AT_ID_META = AT_IDS + 8 * SLOTS * 4;
+static const u32 AT_FACTORS = AT_IDS + 4 * SLOTS * 4, AT_KEY_META = AT_ID_META + ID_STAGES * 4, AT_HEADS = (AT_KEY_META + STAGES * 4 + 15) / 16 * 16;
 static const u32 AT_BARS = AT_HEADS + Q_STAGES * OWN_HEADS * 8;  // after L and delta of this block's heads
 static const int BAR_X_FULL = 0, BAR_X_FREE = BAR_X_FULL + Q_STAGES, BAR_KEY_FULL = BAR_X_FREE + Q_STAGES;
 static const int BAR_KEY_FREE = BAR_KEY_FULL + STAGES, BAR_ID_FULL = BAR_KEY_FREE + STAGES, BAR_ID_FREE = BAR_ID_FULL + ID_STAGES;
@@ -139,15 +139,19 @@ DEVICE void load_heads(const Call& p, u32 to, u32 bar, int item) {
     }
 }
 
+static const int AHEAD = DETERMINISTIC ? 2 : 4;  // warp-wide reads of ids on their way
 // Valid ids, in slot order, in blocks of SLOTS; the last block of an item carries the flag LAST.
 DEVICE void index_warp(const Call& p, u32 shared, u32 bars, int lane) {
     int stage = 0, x_stage = 0;
     u32 parity = 1, x_parity = 1;
     for (int item = p.first; item < p.items; item += p.step) {
         const int* row = p.ids + (i64)p.query(item) * p.slots;
-        int have = 0, next[4];
+#if DETERMINISTIC
+        const int* exponents = p.exponents + (i64)(p.query(item) / p.queries) * p.keys;
+#endif
+        int have = 0, next[AHEAD];
 #pragma unroll
-        for (int u = 0; u < 4; u++) next[u] = u * 32 + lane < p.slots ? __ldg(row + u * 32 + lane) : -1;
+        for (int u = 0; u < AHEAD; u++) next[u] = u * 32 + lane < p.slots ? __ldg(row + u * 32 + lane) : -1;
         const int head = p.first_head(item) + p.half * OWN_HEADS + lane;
         const i64 at = (i64)p.query(item) * p.heads + head;
         const float total = head < p.heads ? __ldg(p.log2_total + at) : INFINITE;  // p of a head that does not exist is 0
@@ -166,19 +170,23 @@ DEVICE void index_warp(const Call& p, u32 shared, u32 bars, int lane) {
 #endif
         if (++x_stage == Q_STAGES) x_stage = 0, x_parity ^= 1;
         wait(bars + (BAR_ID_FREE + stage) * 8, parity);
-        for (int first = 0; first < p.slots; first += 128) {
-            int id[4];
+        for (int first = 0; first < p.slots; first += AHEAD * 32) {
+            int id[AHEAD];
 #pragma unroll
-            for (int u = 0; u < 4; u++) {
-                const i64 slot = (i64)first + 128 + u * 32 + lane;
+            for (int u = 0; u < AHEAD; u++) {
+                const i64 slot = (i64)first + AHEAD * 32 + u * 32 + lane;
                 id[u] = next[u];
                 next[u] = slot < p.slots ? __ldg(row + slot) : -1;
             }
 #pragma unroll
-            for (int u = 0; u < 4; u++) {
+            for (int u = 0; u < AHEAD; u++) {
                 const bool valid = (u32)id[u] < (u32)p.keys;  // negative ids are large as unsigned
                 const u32 mask = __ballot_sync(FULL_WARP, valid);
                 const int at = have + __popc(mask & ((1u << lane) - 1));
+#if DETERMINISTIC
+                const float factor = valid ? fixed_factor(__ldg(exponents + id[u])) : 0.f;
+                if (valid && at < SLOTS) store_u32(shared + AT_FACTORS + (stage * SLOTS + at) * 4, __float_as_uint(factor));
+#endif
                 if (valid && at < SLOTS) store_u32(shared + AT_IDS + (stage * SLOTS + at) * 4, id[u]);
                 have += __popc(mask);
                 if (have > SLOTS) {  // more than a block: hand it out, begin the next with what is over
@@ -187,6 +195,9 @@ DEVICE void index_warp(const Call& p, u32 shared, u32 bars, int lane) {
                     if (lane == 0) bar_arrive(bars + (BAR_ID_FULL + stage) * 8);
                     if (++stage == ID_STAGES) stage = 0, parity ^= 1;
                     wait(bars + (BAR_ID_FREE + stage) * 8, parity);
+#if DETERMINISTIC
+                    if (valid && at >= SLOTS) store_u32(shared + AT_FACTORS + (stage * SLOTS + at - SLOTS) * 4, __float_as_uint(factor));
+#endif
                     if (valid && at >= SLOTS) store_u32(shared + AT_IDS + (stage * SLOTS + at - SLOTS) * 4, id[u]);
                     have -= SLOTS;
                 }
@@ -385,12 +396,34 @@ typedef i64 sum_type;
 typedef float sum_type;
 #endif
 
-// The columns from `column` on of the row of the sums that slot `slot` of a block adds to; null where there is none.
-DEVICE sum_type* destination(const Call& p, int batch, u32 ids, int slot, int count, int column) {
-    const int id = slot < count ? (int)load_u32(ids + slot * 4) : -1;
-    const i64 row = (i64)batch * (p.key_last - p.key_first) + (id - p.key_first);
-    return id >= p.key_first && id < p.key_last ? (sum_type*)p.sums + row * HEAD_DIM + column : nullptr;
+// threadIdx.x, read again so that nothing derived from it is kept while the products hold most registers.
+DEVICE int fresh_thread() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
 }
+
+// Where a slot of a block adds its columns from `column` on. With SOME a slot may have nothing to add: it then adds zeros
+// to a row that is there, since a branch around every addition costs more. The first slot of 16 exists.
+template <bool SOME>
+struct Row {
+    sum_type* at;
+    bool exists;
+    DEVICE Row(const Call& p, int batch, u32 ids, int slot, int count, int column) {
+        int r = slot & 15;
+        const int n = SOME ? count - (slot & ~15) : 16, rows = p.key_last - p.key_first;
+        exists = r < n;
+        if (SOME) {
+#pragma unroll
+            for (int mask = 7; mask >= 0; mask = mask ? mask >> 1 : -1)
+                if (r >= n) r &= mask;
+        }
+        int row = (int)load_u32(ids + ((slot & ~15) + r) * 4) - p.key_first;
+        if (SOME && (u32)row >= (u32)rows) exists = false, row = min(slot, rows - 1);
+        at = (sum_type*)p.sums + ((i64)batch * rows + row) * HEAD_DIM + column;
+    }
+    DEVICE float value(float x) const { return !SOME || exists ? x : 0.f; }
+};
 DEVICE int* exponent_of(const Call& p, int batch, u32 ids, int slot) {
     return p.exponents + (i64)batch * p.keys + load_u32(ids + slot * 4);
 }
@@ -399,59 +432,69 @@ DEVICE int* exponent_of(const Call& p, int batch, u32 ids, int slot) {
 // where a warp's instruction adds to whole lines of 128 bytes: quads trade columns for rows first.
 #if DETERMINISTIC
 // Four quads trade, so that each of their 16 lanes has one of 16 neighbouring columns of four rows.
-template <int J = 0>
-DEVICE void add_columns(const float (&o)[64], i64* row, float factor, int at) {
-    add1<J * 64>(row, to_fixed(o[J * 4 + at], factor));
-    if constexpr (J + 2 < GROUPS) add_columns<J + 2>(o, row, factor, at);
+template <bool SOME, int J, int END>
+DEVICE void add_columns(const float (&o)[64], const Row<SOME>& row, float factor, int at) {
+    add1<J * 64>(row.at, to_fixed(row.value(o[J * 4 + at]), factor));
+    if constexpr (J + 2 < END) add_columns<SOME, J + 2, END>(o, row, factor, at);
 }
-DEVICE void scatter(const Call& p, float (&o)[64], int batch, u32 ids, int count, int warp_row, int column, int lane) {
+// Rows g (e 0) or g + 8 (e 2), column groups FIRST .. FIRST + 7.
+template <bool SOME, int FIRST>
+DEVICE void scatter_part(const Call& p, float (&o)[64], int batch, u32 ids, int count, int column, int e) {
+    const int thread = fresh_thread(), lane = thread & 31, first_slot = ((thread & 96) >> 1) + e * 4;
     const bool odd = lane & 4, high = lane & 8;
     column += (lane >> 3 & 1) * 8 + (lane & 3) * 2 + (lane >> 2 & 1);
+    u32 most = 0;
+#pragma unroll
+    for (int j = FIRST; j < FIRST + 8; j += 2) {
+        float &q0 = o[j * 4 + e], &q1 = o[j * 4 + e + 1], &q2 = o[j * 4 + 4 + e], &q3 = o[j * 4 + 5 + e];
+        most = max(max(most, max(ordered_bits(q0), ordered_bits(q1))), max(ordered_bits(q2), ordered_bits(q3)));
+        const float s0 = __shfl_xor_sync(FULL_WARP, odd ? q0 : q1, 4), s1 = __shfl_xor_sync(FULL_WARP, odd ? q2 : q3, 4);
+        q0 = odd ? s0 : q0, q1 = odd ? q1 : s0, q2 = odd ? s1 : q2, q3 = odd ? q3 : s1;
+    }
+#pragma unroll
+    for (int j = FIRST; j < FIRST + 8; j += 2) {
+        float &q0 = o[j * 4 + e], &q1 = o[j * 4 + e + 1], &q2 = o[j * 4 + 4 + e], &q3 = o[j * 4 + 5 + e];
+        const float t0 = __shfl_xor_sync(FULL_WARP, high ? q0 : q2, 8), t1 = __shfl_xor_sync(FULL_WARP, high ? q1 : q3, 8);
+        q0 = high ? t0 : q0, q2 = high ? q2 : t0, q1 = high ? t1 : q1, q3 = high ? q3 : t1;
+    }
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        const int slot = first_slot + (lane >> 4) * 4 + k;
+        const Row<SOME> row(p, batch, ids, slot, count, column);
+        const float factor = __uint_as_float(load_u32(ids + AT_FACTORS - AT_IDS + slot * 4));
+        add_columns<SOME, FIRST, FIRST + 8>(o, row, factor, (k >> 1) * 4 + e + (k & 1));
+    }
+    if (most >= 0x7f800000u) {  // this lane's own row
+        const int slot = first_slot + (lane >> 2);
+        if (Row<true>(p, batch, ids, slot, count, column).exists) atomicMax(exponent_of(p, batch, ids, slot), FIXED_BROKEN);
+    }
+}
+template <bool SOME>
+DEVICE void scatter(const Call& p, float (&o)[64], int batch, u32 ids, int count, int column) {
 #pragma unroll
     for (int e = 0; e < 4; e += 2) {
-        u32 most = 0;
-#pragma unroll
-        for (int j = 0; j < GROUPS; j += 2) {
-            float &q0 = o[j * 4 + e], &q1 = o[j * 4 + e + 1], &q2 = o[j * 4 + 4 + e], &q3 = o[j * 4 + 5 + e];
-            most = max(max(most, max(ordered_bits(q0), ordered_bits(q1))), max(ordered_bits(q2), ordered_bits(q3)));
-            const float s0 = __shfl_xor_sync(FULL_WARP, odd ? q0 : q1, 4), s1 = __shfl_xor_sync(FULL_WARP, odd ? q2 : q3, 4);
-            q0 = odd ? s0 : q0, q1 = odd ? q1 : s0, q2 = odd ? s1 : q2, q3 = odd ? q3 : s1;
-        }
-#pragma unroll
-        for (int j = 0; j < GROUPS; j += 2) {
-            float &q0 = o[j * 4 + e], &q1 = o[j * 4 + e + 1], &q2 = o[j * 4 + 4 + e], &q3 = o[j * 4 + 5 + e];
-            const float t0 = __shfl_xor_sync(FULL_WARP, high ? q0 : q2, 8), t1 = __shfl_xor_sync(FULL_WARP, high ? q1 : q3, 8);
-            q0 = high ? t0 : q0, q2 = high ? q2 : t0, q1 = high ? t1 : q1, q3 = high ? q3 : t1;
-        }
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const int slot = warp_row + e * 4 + (lane >> 4) * 4 + k;
-            i64* row = destination(p, batch, ids, slot, count, column);
-            const float factor = row ? fixed_factor(__ldg(exponent_of(p, batch, ids, slot))) : 0.f;
-            add_columns(o, row, factor, (k >> 1) * 4 + e + (k & 1));
-        }
-        if (most >= 0x7f800000u) {  // this lane's own row
-            const int slot = warp_row + e * 4 + (lane >> 2);
-            if (destination(p, batch, ids, slot, count, column)) atomicMax(exponent_of(p, batch, ids, slot), FIXED_BROKEN);
-        }
+        scatter_part<SOME, 0>(p, o, batch, ids, count, column, e);
+        if constexpr (GROUPS > 8) scatter_part<SOME, GROUPS - 8>(p, o, batch, ids, count, column, e);
     }
 }
 #else
 // Two quads trade, so that their 8 lanes have 32 neighbouring columns of one row, then of the other.
-template <int J = 0>
-DEVICE void add_columns(const float (&o)[64], float* row0, float* row1, int e) {
+template <bool SOME, int J = 0>
+DEVICE void add_columns(const float (&o)[64], const Row<SOME>& row0, const Row<SOME>& row1, int e) {
     const int at = J * 4 + e;
-    add4<J * 32>(row0, o[at], o[at + 1], o[at + 4], o[at + 5]);
-    add4<J * 32>(row1, o[at + 8], o[at + 9], o[at + 12], o[at + 13]);
-    if constexpr (J + 4 < GROUPS) add_columns<J + 4>(o, row0, row1, e);
+    add4<J * 32>(row0.at, row0.value(o[at]), row0.value(o[at + 1]), row0.value(o[at + 4]), row0.value(o[at + 5]));
+    add4<J * 32>(row1.at, row1.value(o[at + 8]), row1.value(o[at + 9]), row1.value(o[at + 12]), row1.value(o[at + 13]));
+    if constexpr (J + 4 < GROUPS) add_columns<SOME, J + 4>(o, row0, row1, e);
 }
-DEVICE void scatter(const Call& p, float (&o)[64], int batch, u32 ids, int count, int warp_row, int column, int lane) {
+template <bool SOME>
+DEVICE void scatter(const Call& p, float (&o)[64], int batch, u32 ids, int count, int column) {
+    const int thread = fresh_thread(), lane = thread & 31, warp_row = (thread & 96) >> 1;
     const bool odd = lane & 1, upper = lane & 4;
     column += (upper ? 16 : 0) + (lane & 1) * 8 + (lane & 2) * 2;
 #pragma unroll
     for (int e = 0; e < 4; e += 2) {
         const int slot = warp_row + e * 4 + (lane >> 2 & 6);
-        float *row0 = destination(p, batch, ids, slot, count, column), *row1 = destination(p, batch, ids, slot + 1, count, column);
+        const Row<SOME> row0(p, batch, ids, slot, count, column), row1(p, batch, ids, slot + 1, count, column);
         // Pairs of lanes: four columns of group j + odd instead of two of groups j and j + 1.
 #pragma unroll
         for (int j = 0; j < GROUPS; j += 2) {
@@ -471,9 +514,9 @@ DEVICE void scatter(const Call& p, float (&o)[64], int batch, u32 ids, int count
                 else b = v;
             }
 #if SCATTER == 0
-        if (__float_as_uint(o[e]) == 0x12345678) add_columns(o, row0, row1, e);
+        if (__float_as_uint(o[e]) == 0x12345678) add_columns<SOME>(o, row0, row1, e);
 #else
-        add_columns(o, row0, row1, e);
+        add_columns<SOME>(o, row0, row1, e);
 #endif
     }
 }
@@ -525,6 +568,8 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns, 
     u32 turn = 0, p_parity = 0;
     Clock clock(shared, thread == 0);
     const int c0 = 12 + columns * 8;
+    const bool whole = p.key_first == 0 && p.key_last == p.keys;
+    const int first_slot = __shfl_sync(FULL_WARP, (thread >> 5) * 16, 0);  // of this warp's rows, known to be the same in all lanes
 #if TURNS
     if (columns == 1) asm volatile("bar.arrive 1, 256;" ::: "memory");
 #endif
@@ -572,7 +617,9 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns, 
             trade(p, dkv, shared, bars, columns, turn, thread);
             clock.read(c0 + 5);
 #endif
-            scatter(p, dkv, batch, ids, count, thread >> 5 << 4, p.half * HALF + columns * 128 + p.head_block * 64, lane);
+            const int column = p.half * HALF + columns * 128 + p.head_block * 64;
+            if (whole && first_slot + 16 <= count) scatter<false>(p, dkv, batch, ids, count, column);
+            else if (first_slot < count && p.key_first < p.key_last) scatter<true>(p, dkv, batch, ids, count, column);
             __syncwarp();  // every lane has read its ids
             if (lane == 0) bar_arrive(bars + (BAR_ID_FREE + id_stage) * 8);
             clock.read(c0 + 3);

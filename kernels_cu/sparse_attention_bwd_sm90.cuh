@@ -74,19 +74,13 @@ DEVICE void load_float4(u32 from, float& a, float& b, float& c, float& d) {
 DEVICE void store_u32x4(u32 to, const u32 (&v)[4]) {
     asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
-// Sums in global memory; nothing where `to` is null. Predicates instead of branches keep a warp's adds together.
 template <int OFFSET>
 DEVICE void add4(float* to, float a, float b, float c, float d) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.u64 p, %0, 0;\n@p red.relaxed.gpu.global.add.v4.f32 [%0+%5], {%1,%2,%3,%4};\n}\n" ::"l"(to), "f"(a),
-        "f"(b), "f"(c), "f"(d), "n"(OFFSET)
-        : "memory");
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0+%5], {%1,%2,%3,%4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d), "n"(OFFSET) : "memory");
 }
 template <int OFFSET>
 DEVICE void add1(i64* to, i64 x) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.u64 p, %0, 0;\n@p red.relaxed.gpu.global.add.u64 [%0+%2], %1;\n}\n" ::"l"(to), "l"(x),
-                 "n"(OFFSET)
-                 : "memory");
+    asm volatile("red.relaxed.gpu.global.add.u64 [%0+%2], %1;" ::"l"(to), "l"(x), "n"(OFFSET) : "memory");
 }
 // The halves of a cluster's next Q and dO to L2.
 DEVICE void prefetch_box(const TensorMap* map, int c0, int c1, int c2, int c3) {
