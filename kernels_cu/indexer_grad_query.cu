@@ -67,6 +67,21 @@ DEVICE void gather(const u16* k, i64 stride, u32 shared, u32 stage, int first, i
 
 // ---- Additions to grad_k -------------------------------------------------------------------------------
 
+// Lanes of a quad trade numbers until each holds one of every lane's: an addition of integers then covers whole sectors.
+DEVICE void transpose(float (&x)[4], int lane) {
+    const bool odd = lane & 1, high = lane & 2;
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        const float r = __shfl_xor_sync(FULL_WARP, odd ? x[i] : x[i + 1], 1);
+        x[i] = odd ? r : x[i], x[i + 1] = odd ? x[i + 1] : r;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const float r = __shfl_xor_sync(FULL_WARP, high ? x[i] : x[i + 2], 2);
+        x[i] = high ? r : x[i], x[i + 2] = high ? x[i + 2] : r;
+    }
+}
+
 // 16 columns of rows r (lane / 4) and r + 8 from a pair of tiles: lanes trade pairs, so that each adds 4 neighbours.
 // at: the row's columns, null where nothing is added; factor: what the products are multiplied with.
 template <typename Sum>
@@ -77,16 +92,17 @@ DEVICE void scatter_pair(const float (&c0)[4], const float (&c1)[4], Sum* const 
     for (int e = 0; e < 2; ++e) {
         const float f = factor[e], u0 = c0[e * 2] * f, u1 = c0[e * 2 + 1] * f, v0 = c1[e * 2] * f, v1 = c1[e * 2 + 1] * f;
         const float r0 = __shfl_xor_sync(FULL_WARP, odd ? u0 : v0, 1), r1 = __shfl_xor_sync(FULL_WARP, odd ? u1 : v1, 1);
-        const float x0 = odd ? r0 : u0, x1 = odd ? r1 : u1, x2 = odd ? v0 : r0, x3 = odd ? v1 : r1;
-        if (at[e] == nullptr) continue;
-        Sum* to = at[e] + column + (odd ? 6 : 0) + (lane & 3) * 2;
+        float x[4] = {odd ? r0 : u0, odd ? r1 : u1, odd ? v0 : r0, odd ? v1 : r1};  // columns 0, 8, 4, 12 and on, by lane
 #if FIXED
-        add_fixed(to, to_fixed(x0, unit[e]));
-        add_fixed(to + 1, to_fixed(x1, unit[e]));
-        add_fixed(to + 2, to_fixed(x2, unit[e]));
-        add_fixed(to + 3, to_fixed(x3, unit[e]));
+        transpose(x, lane);
+        if (at[e] == nullptr) continue;
+        Sum* to = at[e] + column + (lane & 3);
+        add_fixed(to, to_fixed(x[0], unit[e]));
+        add_fixed(to + 8, to_fixed(x[1], unit[e]));
+        add_fixed(to + 4, to_fixed(x[2], unit[e]));
+        add_fixed(to + 12, to_fixed(x[3], unit[e]));
 #else
-        add4(to, x0, x1, x2, x3);
+        if (at[e] != nullptr) add4(at[e] + column + (odd ? 6 : 0) + (lane & 3) * 2, x[0], x[1], x[2], x[3]);
 #endif
     }
 }

@@ -190,7 +190,7 @@ def test_dense_gradient_covers_every_query_and_entry(launches, queries, entries)
     cuda_grad_launch.launch_scores_grad(operands(spec), GRADS, WORKSPACE, spec)
     rows = 0
     for query, entry, finish in zip(*[iter(launches)] * 3, strict=True):
-        assert (query.function, entry.function) == ("indexer_grad_query_sm90", "indexer_grad_entry")
+        assert (query.function, entry.function) == ("indexer_grad_query_sm90", "indexer_grad_entry_sm90")
         assert query.ids == query.sums == 0 and query.slots == entry.entries == entries
         assert query.query_start == entry.query_start == 11 and query.ratio == entry.ratio == 4
         tiles, parts, here = entry.grid

@@ -204,7 +204,7 @@ def test_selection_fits_its_block(launches, entries, topk):
 @pytest.mark.parametrize("visible", [Limits(0, 1, 4), Limits(9000, 0, 1), Limits(4000, 3, 7), Limits(5000, 3, 2**31)])
 def test_small_blocks_take_short_rows(batch, queries, visible):
     made = cuda_topk.pieces(batch, queries, 9000, visible)
-    small, large = cuda_topk.BLOCKS.values()
+    small, _ = cuda_topk.BLOCKS.values()
     limits = np.minimum(visible.before + (visible.phase + np.arange(queries)) // visible.ratio, 9000)
     at = 0
     for first, rows, block in made:

@@ -16,6 +16,7 @@ from .contract import Spec
 ELEMENTS = {"bfloat16": "BFloat16", "float16": "Float16"}
 DIMS, HEADS = contract_kernels.DIMS, (64, 128)  # of a block of indexer_grad_query.cu
 HOPPER_DIM, HOPPER_HEADS, HOPPER_THREADS, HOPPER_SHARED = 128, 64, 256, 108864  # of indexer_grad_query_sm90.cu
+HOPPER_ENTRY_SHARED = 50768  # of indexer_grad_entry_sm90.cu, for any number of heads
 TILE, LIST, THREADS = 64, 1024, 128
 
 PATHS = ("hopper", "portable")
@@ -50,6 +51,10 @@ def _hopper_defines(dtype: str, fixed: bool, want_q: bool, want_k: bool) -> dict
     }  # fmt: skip
 
 
+def _hopper_entry_defines(dtype: str) -> dict[str, Any]:
+    return {"ELEMENT": ELEMENTS[dtype], "SHARED_BYTES": HOPPER_ENTRY_SHARED}
+
+
 def _entry_defines(dtype: str, dim: int) -> dict[str, Any]:
     return {"ELEMENT": ELEMENTS[dtype], "INDEX_DIM": dim, "SHARED_BYTES": _entry_shared(dim)}
 
@@ -71,6 +76,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         for want_q, want_k in ((True, True), (True, False), (False, True))
         if (want_k or not fixed) and (dtype == "bfloat16" or (want_q and want_k))
     ],
+    "indexer_grad_entry_sm90.cu": [_hopper_entry_defines(dtype) for dtype in ELEMENTS],
     "indexer_grad_entry.cu": [_entry_defines(dtype, dim) for dtype in ELEMENTS for dim in DIMS],
     "indexer_gather_scores.cu": [{"ELEMENT": e, "INDEX_DIM": dim} for e in ELEMENTS.values() for dim in DIMS],
     "indexer_grad_finish.cu": [{"ELEMENT": element} for element in ELEMENTS.values()],
@@ -86,9 +92,11 @@ def query_kernel(spec: Spec, dtype: str, fixed: bool, want_q: bool, want_k: bool
     return _query_kernel(dtype, spec.index_dim, heads, fixed), 2 * heads, _query_shared(spec.index_dim, heads)
 
 
-def entry_kernel(spec: Spec, dtype: str) -> tuple[_kernels.Kernel, int]:
-    """(kernel, bytes of shared memory) of the dense gradient of entries."""
-    return _entry_kernel(dtype, spec.index_dim), _entry_shared(spec.index_dim)
+def entry_kernel(spec: Spec, dtype: str) -> tuple[_kernels.Kernel, int, int]:
+    """(kernel, threads, bytes of shared memory) of the dense gradient of entries."""
+    if spec.index_dim == HOPPER_DIM and forced_path != "portable" and _is_hopper():
+        return _hopper_entry_kernel(dtype), HOPPER_THREADS, HOPPER_ENTRY_SHARED
+    return _entry_kernel(dtype, spec.index_dim), THREADS, _entry_shared(spec.index_dim)
 
 
 def scores_kernel(spec: Spec, dtype: str) -> tuple[_kernels.Kernel, int]:
@@ -106,6 +114,12 @@ def _query_kernel(dtype: str, dim: int, heads: int, fixed: bool) -> _kernels.Ker
 def _hopper_kernel(dtype: str, fixed: bool, want_q: bool, want_k: bool) -> _kernels.Kernel:
     defines = _hopper_defines(dtype, fixed, want_q, want_k)
     return _kernels.kernel("indexer_grad_query_sm90.cu", "indexer_grad_query_sm90", defines=defines, arch="sm_90a")
+
+
+@functools.cache
+def _hopper_entry_kernel(dtype: str) -> _kernels.Kernel:
+    defines = _hopper_entry_defines(dtype)
+    return _kernels.kernel("indexer_grad_entry_sm90.cu", "indexer_grad_entry_sm90", defines=defines, arch="sm_90a")
 
 
 def _is_hopper() -> bool:

@@ -160,7 +160,7 @@ def launch_scores_grad(
     q, k, grad_scores = x.q, x.k, _given(x.grad_scores)
     grad_q, grad_k, grad_w = grads
     parts, segment = _dense_parts(spec)
-    kernel, shared_bytes = cuda_grad_kernels.entry_kernel(spec, q.dtype)
+    kernel, threads, shared_bytes = cuda_grad_kernels.entry_kernel(spec, q.dtype)
     shared = {
         **_numbers(x, spec), **_strides("q", q, "bsh"), **_strides("k", k, "bp"),
         "k": np.uintp(k.address), "query_start": np.int64(spec.query_start), "ratio": np.int64(spec.compress_ratio),
@@ -175,7 +175,7 @@ def launch_scores_grad(
             slots=np.int32(spec.entries), ids_wide=np.int32(0), terms=np.uint32(1), **_range(first, 0, spec.entries),
         )  # fmt: skip
         _kernels.launch(
-            kernel, grid=(-(-spec.entries // TILE), parts, rows), block=THREADS,
+            kernel, grid=(-(-spec.entries // TILE), parts, rows), block=threads,
             shared_bytes=shared_bytes, stream=stream, **shared, **_strides("g", grad_scores, "bsp"),
             sums=np.uintp(workspace), batch_first=np.int32(first), queries=np.int32(spec.queries),
             entries=np.int32(spec.entries), segment=np.int32(segment),
