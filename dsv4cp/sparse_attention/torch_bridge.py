@@ -13,7 +13,15 @@ from torch.utils.checkpoint import checkpoint
 from .. import _bridge
 from .._arrays import compute_dtype, library
 from .._torch_backend import choose, with_row_major_gradient, without_autocast
-from . import contract, ops, reference, torch_bridge_kernels
+from . import (
+    contract,
+    contract_cudnn,
+    ops,
+    reference,
+    torch_bridge_cudnn,
+    torch_bridge_cudnn_ops,
+    torch_bridge_kernels,
+)
 from .contract import Spec
 from .reference_chunks import Scratch, query_chunks
 
@@ -76,11 +84,11 @@ def dsv4_sparse_attention(
     """dsv4cp.dsv4_sparse_attention for torch tensors, with the gradient through torch autograd.
 
     backend: "torch" and "sparse_torch" are sparse_attention_torch, "tilelang" this package's CUDA kernels (bfloat16
-    or float16, D 64, 128, 256 or 512), "cudnn" NVIDIA's (not in this version: a RuntimeError), "auto" the CUDA
-    kernels for CUDA bfloat16 tensors where they can run, else "torch". The gradient of "tilelang" runs CUDA kernels
-    too, those of dsv4cp.dsv4_sparse_attention_grad, where backward_impl and backward_workspace_bytes are described;
+    or float16, D 64, 128, 256 or 512), "cudnn" NVIDIA's (bfloat16 or float16, D 512, Hopper or Blackwell; on Hopper
+    the forward pass is that of "tilelang"), "auto" the CUDA kernels for CUDA bfloat16 tensors where they can run,
+    else "torch". The gradients of "tilelang" and "cudnn" run kernels too, those of dsv4cp.dsv4_sparse_attention_grad, where backward_impl and backward_workspace_bytes are described;
     "torch" checks and ignores them. Asked for a graph of the gradient (create_graph) or for the gradient of lse,
-    "tilelang" lets torch differentiate the reference. reference_rounding needs the kernels and no gradient.
+    both let torch differentiate the reference. reference_rounding needs the kernels and no gradient.
     topk_idxs may be None when a plan made for this backend is given; an "auto" that runs the reference on CUDA
     tensors takes a plan for the kernels too.
 
@@ -88,7 +96,7 @@ def dsv4_sparse_attention(
     Raises TypeError and ValueError as the array function, ValueError for reference_rounding where the
     reference runs and when its gradient is asked for, RuntimeError for a backend that cannot run; in the backward
     pass of "tilelang" with backward_impl "deterministic" ValueError for a cap below one step, RuntimeError where torch
-    would differentiate the reference.
+    would differentiate the reference. On Hopper "cudnn" with a gradient wanted has no "deterministic": a RuntimeError.
     """
     flags = {"reference_rounding": reference_rounding, "all_rows_nonempty": all_rows_nonempty, "return_lse": return_lse}
     spec = contract.check(q, kv, sinks, topk_idxs, sm_scale, plan=plan, **flags)
@@ -98,11 +106,20 @@ def dsv4_sparse_attention(
         (q, kv),
         allowed=BACKENDS,
         kernel_missing=kernel_missing() or _unfit(q, kv),
-        require_bf16=backend != "tilelang",
+        cudnn_missing=torch_bridge_cudnn.missing(q, kv, spec) if backend == "cudnn" else None,
+        require_bf16=backend == "auto",
     )
-    if picked == "cudnn":
-        raise RuntimeError("dsv4_sparse_attention: backend 'cudnn' is not there in this version of dsv4cp")
     cap = contract.check_backward(backward_impl, backward_workspace_bytes)
+    if picked == "cudnn":
+        generation = torch_bridge_cudnn.major(q.get_device())
+        contract_cudnn.require(q, kv, spec, generation, reference_rounding=bool(reference_rounding))
+        if torch.is_grad_enabled() and (q.requires_grad or kv.requires_grad or sinks.requires_grad):
+            contract_cudnn.require_order(backward_impl, generation)
+        laid, fixed = contract_cudnn.ids(plan, topk_idxs, spec), backward_impl == "deterministic"
+        out, lse = torch_bridge_cudnn_ops.ATTEND(
+            q, kv, sinks, *laid, spec.scale, bool(all_rows_nonempty), fixed, cap
+        )  # fmt: skip
+        return (out, lse) if return_lse else out
     ids = contract.plan_ids(plan, topk_idxs, _plans(picked, backend, q), spec)
     if picked == "tilelang":
         fixed = backward_impl == "deterministic"
