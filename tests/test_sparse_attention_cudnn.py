@@ -581,9 +581,11 @@ def test_the_order_is_checked_for_arrays_too(arrays_cross, dsa):
     arrays, _ = numpy_inputs()
     options = {"all_rows_nonempty": False, "deterministic": True, "workspace_bytes": CAP}
     out, lse = np.zeros_like(arrays[0]), np.zeros(arrays[0].shape[:3], np.float32)
-    call = lambda: cudnn.backward(  # noqa: E731
-        arrays[0], *arrays[:3], contract_cudnn.Ids(arrays[3], None, None), out, lse, spec_of(*arrays), **options
-    )
+    laid = contract_cudnn.Ids(arrays[3], None, None)
+
+    def call():
+        cudnn.backward(arrays[0], *arrays[:3], laid, out, lse, spec_of(*arrays), **options)
+
     if dsa.major == 9:
         with pytest.raises(RuntimeError, match="deterministic"):
             call()
@@ -638,7 +640,7 @@ def test_packing_launch(monkeypatch, wide, s, blocks):
         made.append((kernel.function, grid, block, stream, {n: v.item() for n, v in arguments.items()}))
 
     monkeypatch.setattr(_kernels, "launch", launch)
-    q, kv, spec = spec_like(b=2, s=s)
+    spec = spec_like(b=2, s=s)[2]
     cuda_pack.launch_pack_ids(10, 20, 30, spec, 128, wide=wide, stream=7)
     ((name, grid, block, stream, arguments),) = made
     assert name == ("sparse_attention_pack_wide_ids" if wide else "sparse_attention_pack_ids")
