@@ -1,7 +1,7 @@
-"""Backend "cudnn" of sparse attention on this machine's GPU: errors against float64, then times. About a minute, most
+"""Backend "cudnn" of sparse attention on this machine's GPU: errors against float64, then times. About two minutes, most
 of which is cuDNN compiling.
 
-    python tests/gpu/check_attention_cudnn.py [--only errors|times|facts] [--seconds N]
+    python tests/gpu/check_attention_cudnn.py [--only errors|times|facts] [--layer WORDS] [--seconds N]
 
 Errors: small hostile cases and layers, CuPy arrays and torch tensors, with and without a plan. Times: the wrapper
 called directly on ids that are packed already, this backend with a shared plan, without a plan, and with a plan made
@@ -325,10 +325,13 @@ def facts() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", choices=("errors", "times", "facts"))
+    parser.add_argument("--layer", action="append", help="only layers with these words in their name")
     parser.add_argument("--seconds", type=float, default=100.0, help="begin nothing new after so many")
     parser.add_argument("--repeats", type=int, default=20)
     options = parser.parse_args()
     only = options.only or ["errors", "times", "facts"]
+    for name in [n for n in LAYERS if options.layer and not any(words in n for words in options.layer)]:
+        del LAYERS[name]
     about = cupy.cuda.runtime.getDeviceProperties(0)
     reason = _backend.missing("cudnn")
     print(
