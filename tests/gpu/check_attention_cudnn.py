@@ -1,5 +1,5 @@
-"""Backend "cudnn" of sparse attention on this machine's GPU: errors against float64, then times. About two minutes, most
-of which is cuDNN compiling.
+"""Backend "cudnn" of sparse attention on this machine's GPU: errors against float64, then times. About two minutes,
+most of which is cuDNN compiling.
 
     python tests/gpu/check_attention_cudnn.py [--only errors|times|facts] [--layer WORDS] [--seconds N]
 
