@@ -474,7 +474,7 @@ def test_on_gpu_tensors_the_operators_reach_cudnn(dsa, monkeypatch):
     class Cuda(torch.Tensor):
         is_cuda = True
 
-    def ours(q, kv, sinks, topk_idxs, scale, rounding, cap):
+    def ours(q, kv, sinks, topk_idxs, scale, rounding, deterministic, cap):
         assert type(topk_idxs) is torch.Tensor and q.shape[0] in (1, 2)
         kv = clean(kv)
         return reference.forward(q, kv, sinks, topk_idxs, contract.check(q, kv, sinks, topk_idxs, scale), rounding)

@@ -137,9 +137,9 @@ def dsv4_sparse_attention_grad(
             smaller cap means more passes and the same bits; the reference works within 16 MiB on the CPU
             unless one query alone needs more. "cuda", "deterministic": cap on its sums, 8 bytes for each element of
             grad_kv of a pass, which covers some batch rows, or some key rows (64 at least) of one. Beside it "cuda"
-            takes 8 bytes for each query and head, and "deterministic" 8 for each query and 20 for each key. "cudnn" takes
-            8 bytes for each query and head on Hopper within the cap, and copies what cuDNN cannot read as it is (strided
-            arrays, rows without keys among others, H not a multiple of 4).
+            takes 8 bytes for each query and head, and "deterministic" 8 for each query and 20 for each key. "cudnn"
+            takes the same 8 bytes on Hopper, and copies what cuDNN cannot read as it is: strided arrays, queries with
+            a key where others have none, H that is no multiple of 4.
 
     Returns:
         grad_q, grad_kv and grad_sinks in the dtypes of q, kv and sinks. The reference sums grad_kv in float32

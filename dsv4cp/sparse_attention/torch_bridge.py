@@ -86,11 +86,11 @@ def dsv4_sparse_attention(
     backend: "torch" and "sparse_torch" are sparse_attention_torch, "tilelang" this package's CUDA kernels (bfloat16
     or float16, D 64, 128, 256 or 512), "cudnn" NVIDIA's (bfloat16 or float16, D 512, Hopper or Blackwell; on Hopper
     the forward pass is that of "tilelang"), "auto" the CUDA kernels for CUDA bfloat16 tensors where they can run,
-    else "torch". The gradients of "tilelang" and "cudnn" run kernels too, those of dsv4cp.dsv4_sparse_attention_grad, where backward_impl and backward_workspace_bytes are described;
-    "torch" checks and ignores them. Asked for a graph of the gradient (create_graph) or for the gradient of lse,
-    both let torch differentiate the reference. reference_rounding needs the kernels and no gradient.
-    topk_idxs may be None when a plan made for this backend is given; an "auto" that runs the reference on CUDA
-    tensors takes a plan for the kernels too.
+    else "torch". The gradients of "tilelang" and "cudnn" run kernels too, those of dsv4cp.dsv4_sparse_attention_grad,
+    where backward_impl and backward_workspace_bytes are described; "torch" checks and ignores them. Asked for a graph
+    of the gradient (create_graph) or for the gradient of lse, both let torch differentiate the reference.
+    reference_rounding needs the kernels of "tilelang" and no gradient. topk_idxs may be None when a plan made for
+    this backend is given; an "auto" that runs the reference on CUDA tensors takes a plan for the kernels too.
 
     Returns out [B, S, H, D] in q's dtype, or (out, lse) with return_lse; lse is differentiable too.
     Raises TypeError and ValueError as the array function, ValueError for reference_rounding where the
