@@ -256,6 +256,18 @@ def test_a_small_workspace_is_refused(hopper):
         gradient(arrays, q, unplanned(ids, 9), cap=least - 1)
 
 
+def test_the_workspace_of_a_fixed_order_is_cudnns_own(dsa):
+    if dsa.major != 10:
+        pytest.skip("SM90 has no deterministic gradient")
+    arrays = q, kv, _, ids = inputs(h=64, s=2)
+    least = 8 * 2 * 64 + 63 * 4 * kv.numel()  # of the two queries that have a key
+    gradient(arrays, q, planned(ids, 9), deterministic=True, cap=least)
+    with pytest.raises(ValueError, match=f"at least {least}"):
+        gradient(arrays, q, planned(ids, 9), deterministic=True, cap=least - 1)
+    gradient(arrays, q, planned(ids, 9), cap=least - 1)
+    assert [call.deterministic for call in dsa.calls] == [True, False]
+
+
 # --- What it refuses -------------------------------------------------------------------------------------
 
 

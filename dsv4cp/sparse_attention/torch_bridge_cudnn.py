@@ -151,7 +151,7 @@ def backward(
         return q.new_zeros(q.shape), kv.new_zeros(kv.shape), sinks.new_zeros(sinks.shape)
     heads = heads_of(spec.heads, major(q.get_device()))
     flat, lengths = chosen(laid)
-    made = sparse_attention_backward_wrapper(
+    given = (
         rows_of(q, laid, heads, q.dtype),
         _bridge.contiguous(kv.detach().flatten(0, 1)),
         rows_of(out, laid, heads, q.dtype),
@@ -159,13 +159,26 @@ def backward(
         rows_of(lse, laid, heads, torch.float32, torch.inf),  # a head whose every p is 0
         sinks_of(sinks, heads),
         flat,
-        softmax_scale=spec.scale,
-        topk_length=lengths,
-        deterministic=deterministic,
+    )
+    if deterministic:
+        contract_cudnn.require_workspace(workspace_bytes, spec, fixed_order_bytes(given, lengths, spec))
+    made = sparse_attention_backward_wrapper(
+        *given, softmax_scale=spec.scale, topk_length=lengths, deterministic=deterministic
     )
     # The weight of an infinite sink does not change, whatever 0 * inf came to.
     grad_sinks = made["d_sink"][: spec.heads].masked_fill(sinks.detach().isinf(), 0.0).to(sinks.dtype)
     return placed(made["dq"], q, laid, 0.0), made["dkv"].view(kv.shape), grad_sinks
+
+
+def fixed_order_bytes(given: tuple[torch.Tensor, ...], lengths: torch.Tensor, spec: Spec) -> int:
+    """What cuDNN's deterministic gradient works in beyond one float32 sum of grad_kv: it keeps many of them."""
+    from cudnn.deepseek_sparse_attention import SparseAttentionBackward
+
+    operation = SparseAttentionBackward(
+        *given, sample_topk_length=lengths, softmax_scale=spec.scale, deterministic=True
+    )  # fmt: skip
+    operation.check_support()
+    return int(operation.scratch_workspace_bytes()) - 4 * given[1].numel()
 
 
 def nothing(laid: Ids, spec: Spec) -> bool:
