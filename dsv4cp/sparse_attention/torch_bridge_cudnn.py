@@ -78,9 +78,11 @@ def heads_of(heads: int, generation: int) -> int:
 
 def rows_of(x: torch.Tensor, laid: Ids, heads: int, dtype: torch.dtype, fill: float = 0.0) -> torch.Tensor:
     """x [B, S, H, ...] as contiguous [N, heads, ...], without the queries that have no key."""
-    x = x.detach().flatten(0, 1).to(dtype)
+    x = x.detach().flatten(0, 1)
+    if x.dtype != dtype:
+        x = x.to(dtype)
     if laid.rows is not None:
-        x = x.index_select(0, laid.rows)
+        x = in_words(x.contiguous()).index_select(0, laid.rows).view(dtype)
     if heads > x.shape[1]:
         x = pad(x, (0, 0) * (x.ndim - 2) + (0, heads - x.shape[1]), value=fill)
     return _bridge.contiguous(x)
@@ -99,7 +101,14 @@ def placed(y: torch.Tensor, like: torch.Tensor, laid: Ids, fill: float) -> torch
     if laid.rows is None:
         return y.contiguous().view(like.shape)
     whole = y.new_full((like.shape[0] * like.shape[1], *like.shape[2:]), fill)
-    return whole.index_copy_(0, laid.rows, y).view(like.shape)
+    in_words(whole).index_copy_(0, laid.rows, in_words(y.contiguous()))
+    return whole.view(like.shape)
+
+
+def in_words(x: torch.Tensor) -> torch.Tensor:
+    """The same memory in elements of 8 bytes where rows are made of them: torch copies rows element by element."""
+    whole = x.ndim == 3 and x.data_ptr() % 8 == 0 and x.storage_offset() * x.itemsize % 8 == 0
+    return x.view(torch.int64) if whole else x
 
 
 def sinks_of(sinks: torch.Tensor, heads: int) -> torch.Tensor:
