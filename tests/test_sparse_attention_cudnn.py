@@ -256,6 +256,18 @@ def test_a_small_workspace_is_refused(hopper):
         gradient(arrays, q, unplanned(ids, 9), cap=least - 1)
 
 
+def test_the_workspace_of_a_fixed_order_is_cudnns_own(dsa):
+    if dsa.major != 10:
+        pytest.skip("SM90 has no deterministic gradient")
+    arrays = q, kv, _, ids = inputs(h=64, s=2)
+    least = 8 * 2 * 64 + 63 * 4 * kv.numel()  # of the two queries that have a key
+    gradient(arrays, q, planned(ids, 9), deterministic=True, cap=least)
+    with pytest.raises(ValueError, match=f"at least {least}"):
+        gradient(arrays, q, planned(ids, 9), deterministic=True, cap=least - 1)
+    gradient(arrays, q, planned(ids, 9), cap=least - 1)
+    assert [call.deterministic for call in dsa.calls] == [True, False]
+
+
 # --- What it refuses -------------------------------------------------------------------------------------
 
 
@@ -474,7 +486,7 @@ def test_on_gpu_tensors_the_operators_reach_cudnn(dsa, monkeypatch):
     class Cuda(torch.Tensor):
         is_cuda = True
 
-    def ours(q, kv, sinks, topk_idxs, scale, rounding, cap):
+    def ours(q, kv, sinks, topk_idxs, scale, rounding, deterministic, cap):
         assert type(topk_idxs) is torch.Tensor and q.shape[0] in (1, 2)
         kv = clean(kv)
         return reference.forward(q, kv, sinks, topk_idxs, contract.check(q, kv, sinks, topk_idxs, scale), rounding)

@@ -21,8 +21,7 @@ import dsv4cp  # noqa: E402
 from dsv4cp import _bridge, torch_ops  # noqa: E402
 from dsv4cp.sparse_attention import contract, torch_bridge_cudnn  # noqa: E402
 from tests.support import naive  # noqa: E402
-from tests.support.attention_gpu import DTYPES, layer_inputs, oracle, random_inputs  # noqa: E402
-from tests.support.attention_grad_oracle import grad_oracle  # noqa: E402
+from tests.support.attention_gpu import DTYPES, layer_inputs, oracle, oracle_grad, random_inputs  # noqa: E402
 from tests.support.compare import check_close, check_equal, check_frobenius, check_like, to_numpy  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -106,7 +105,7 @@ def check(got, grad, inputs, scale=SCALE, dtype="bfloat16"):
 
 def check_gradients(grads, grad, inputs, scale=SCALE, dtype="bfloat16"):
     kinds = ("attention_grad", "attention_grad", "sink_grad")
-    for g, w, like, kind in zip(grads, grad_oracle(grad, *inputs, scale), inputs, kinds, strict=False):
+    for g, w, like, kind in zip(grads, oracle_grad(grad, *inputs, scale), inputs, kinds, strict=False):
         check_like(g, dtype=like.dtype.name, shape=like.shape)
         check_frobenius(g, w, kind)
         check_close(g, w, "attention_grad", dtype)
@@ -116,7 +115,7 @@ def test_the_oracle_is_the_plain_one():
     inputs = random_inputs(b=2, s=4, h=4, d=16, k=9, t=7, unseen=0)
     inputs[2][:3] = cupy.asarray([INF, -INF, 90.0])
     grad = gradient_like(inputs[0])
-    for g, w in zip(grad_oracle(grad, *inputs, 0.25), naive.attention_grad(grad, *inputs, 0.25), strict=True):
+    for g, w in zip(oracle_grad(grad, *inputs, 0.25), naive.attention_grad(grad, *inputs, 0.25), strict=True):
         np.testing.assert_allclose(to_numpy(g), w, rtol=1e-10, atol=1e-10)
 
 
@@ -484,7 +483,7 @@ def test_float_gradients_of_other_layouts_reach_autograd():
     leaves = [x.clone().requires_grad_() for x in (q, kv, sinks)]
     out = torch_ops.dsv4_sparse_attention(*leaves, ids, 0.05, backend="cudnn")
     out.sum().backward()  # a gradient of stride 0
-    want = grad_oracle(cupy.ones(q.shape, np.float32), *(cupy.from_dlpack(x) for x in (q, kv, sinks, ids)), 0.05)
+    want = oracle_grad(cupy.ones(q.shape, np.float32), *(cupy.from_dlpack(x) for x in (q, kv, sinks, ids)), 0.05)
     for leaf, w, kind in zip(leaves, want, ("attention_grad", "attention_grad", "sink_grad"), strict=True):
         check_frobenius(leaf.grad, w, kind)
 

@@ -74,6 +74,7 @@ def ids(plan: Any, topk_idxs: Any, spec: Spec) -> Ids:
     return parts
 
 
-def require_workspace(cap: int, spec: Spec) -> None:
-    """ValueError for a cap that the two float32 numbers per query and head, which cuDNN keeps, do not fit in."""
-    check_workspace(cap, 8 * spec.batch * spec.queries * spec.heads)
+def require_workspace(cap: int, spec: Spec, least: int | None = None) -> None:
+    """ValueError for a cap that what cuDNN works in does not fit in: two float32 numbers per query and head, or as it
+    says itself."""
+    check_workspace(cap, 8 * spec.batch * spec.queries * spec.heads if least is None else least)

@@ -124,23 +124,22 @@ def dsv4_sparse_attention_grad(
         grad_out: [B, S, H, D], any float dtype and any strides.
         q, kv, sinks, topk_idxs, sm_scale, plan, all_rows_nonempty: as in the forward call.
         out, lse: what the forward call returned with return_lse=True.
-        backend: as in the forward call, by q and kv. "cuda" rounds grad_out and out to q's dtype. "cudnn": NVIDIA's DSA
-            kernels, as in the forward call; out and lse may come from any backend.
+        backend: as in the forward call, by q and kv. "cuda" and "cudnn" round grad_out and out to
+            q's dtype; those may come from any backend's forward call.
         backward_impl: what may change the bits of grad_kv from run to run. "cuda", "atomic": float32 sums, added to in
             any order. "cuda", "deterministic": sums of integers, scaled by a power of two for each key that is found
             from bounds before the first term; their bits depend on no order, stream, split into batch rows or cap.
             grad_q and grad_sinks have a fixed order in both. The reference on NumPy and array-API arrays adds in a
             fixed order either way; on CuPy arrays it adds with atomics, and "deterministic" is a RuntimeError. "cudnn"
-            adds with float32 atomics and has "atomic" alone on Hopper (else a RuntimeError); its "deterministic" on
-            Blackwell repeats for the same shapes.
+            has "atomic" alone on Hopper (else a RuntimeError); its "deterministic" on Blackwell repeats for the same
+            shapes.
         backward_workspace_bytes: cap on working memory beyond outputs and the float32 sum of grad_kv. A
             smaller cap means more passes and the same bits; the reference works within 16 MiB on the CPU
-            unless one query alone needs more.
-            "cuda", "deterministic": cap on its sums, 8 bytes for each element of grad_kv of a pass, which covers some
-            batch rows, or some key rows (64 at least) of one. Beside it "cuda" takes 8 bytes for each query and head,
-            and "deterministic" 8 for each query and 20 for each key. "cudnn" needs 8 bytes a query and head on Hopper,
-            and copies what cuDNN cannot read as it is (strided arrays, rows without keys among others, H not a
-            multiple of 4).
+            unless one query alone needs more. "cuda", "deterministic": cap on its sums, 8 bytes for each element of
+            grad_kv of a pass, which covers some batch rows, or some key rows (64 at least) of one. Beside it "cuda"
+            takes 8 bytes for each query and head, and "deterministic" 8 for each query and 20 for each key. "cudnn"
+            takes the same 8 bytes on Hopper, and copies what cuDNN cannot read as it is: strided arrays, queries with
+            a key where others have none, H that is no multiple of 4.
 
     Returns:
         grad_q, grad_kv and grad_sinks in the dtypes of q, kv and sinks. The reference sums grad_kv in float32
@@ -165,6 +164,15 @@ def dsv4_sparse_attention_grad(
         plan=plan, all_rows_nonempty=all_rows_nonempty,
     )  # fmt: skip
     chosen = pick("dsv4_sparse_attention_grad", backend, spec.library, offered=GRAD_OFFERED)
+    if chosen == "cudnn":
+        from . import cudnn
+
+        contract_cudnn.require(q, kv, spec, cudnn.major(q))
+        return cudnn.backward(
+            grad_out, q, kv, sinks, contract_cudnn.ids(plan, topk_idxs, spec), out, lse, spec,
+            all_rows_nonempty=bool(all_rows_nonempty), deterministic=backward_impl == "deterministic",
+            workspace_bytes=int(backward_workspace_bytes),
+        )  # fmt: skip
     chosen = contract.within_kernels(chosen, backend, q, kv)
     if chosen == "cudnn":
         from . import cudnn

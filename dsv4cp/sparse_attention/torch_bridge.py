@@ -88,17 +88,17 @@ def dsv4_sparse_attention(
     backend: "torch" and "sparse_torch" are sparse_attention_torch, "tilelang" this package's CUDA kernels (bfloat16
     or float16, D 64, 128, 256 or 512), "cudnn" NVIDIA's (bfloat16 or float16, D 512, Hopper or Blackwell; on Hopper
     the forward pass is that of "tilelang"), "auto" the CUDA kernels for CUDA bfloat16 tensors where they can run,
-    else "torch". The gradient of "tilelang" runs CUDA kernels too, those of dsv4cp.dsv4_sparse_attention_grad, where
-    backward_impl and backward_workspace_bytes are described; "torch" checks and ignores them. Asked for a graph of
-    the gradient (create_graph) or for the gradient of lse, "tilelang" lets torch differentiate the reference.
-    reference_rounding needs the kernels and no gradient. topk_idxs may be None when a plan made for this backend
-    is given; an "auto" that runs the reference on CUDA tensors takes a plan for the kernels too.
+    else "torch". The gradients of "tilelang" and "cudnn" run kernels too, those of dsv4cp.dsv4_sparse_attention_grad,
+    where backward_impl and backward_workspace_bytes are described; "torch" checks and ignores them. Asked for a graph
+    of the gradient (create_graph) or for the gradient of lse, both let torch differentiate the reference.
+    reference_rounding needs the kernels of "tilelang" and no gradient. topk_idxs may be None when a plan made for
+    this backend is given; an "auto" that runs the reference on CUDA tensors takes a plan for the kernels too.
 
     Returns out [B, S, H, D] in q's dtype, or (out, lse) with return_lse; lse is differentiable too.
     Raises TypeError and ValueError as the array function, ValueError for reference_rounding where the
-    reference runs and when its gradient is asked for, RuntimeError for a backend that cannot run, and for "cudnn" on
-    Hopper with a gradient wanted and backward_impl "deterministic"; in the backward pass of "tilelang" with
-    "deterministic" ValueError for a cap below one step, RuntimeError where torch would differentiate the reference.
+    reference runs and when its gradient is asked for, RuntimeError for a backend that cannot run; in the backward
+    pass of "tilelang" with backward_impl "deterministic" ValueError for a cap below one step, RuntimeError where torch
+    would differentiate the reference. On Hopper "cudnn" with a gradient wanted has no "deterministic": a RuntimeError.
     """
     flags = {"reference_rounding": reference_rounding, "all_rows_nonempty": all_rows_nonempty, "return_lse": return_lse}
     spec = contract.check(q, kv, sinks, topk_idxs, sm_scale, plan=plan, **flags)
@@ -112,11 +112,10 @@ def dsv4_sparse_attention(
         require_bf16=backend == "auto",
     )
     cap = contract.check_backward(backward_impl, backward_workspace_bytes)
-    wanted = torch.is_grad_enabled() and (q.requires_grad or kv.requires_grad or sinks.requires_grad)
     if picked == "cudnn":
         generation = torch_bridge_cudnn.major(q.get_device())
         contract_cudnn.require(q, kv, spec, generation, reference_rounding=bool(reference_rounding))
-        if wanted:
+        if torch.is_grad_enabled() and (q.requires_grad or kv.requires_grad or sinks.requires_grad):
             contract_cudnn.require_order(backward_impl, generation)
         laid, fixed = contract_cudnn.ids(plan, topk_idxs, spec), backward_impl == "deterministic"
         out, lse = torch_bridge_cudnn_ops.ATTEND(

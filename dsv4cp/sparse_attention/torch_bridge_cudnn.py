@@ -78,9 +78,11 @@ def heads_of(heads: int, generation: int) -> int:
 
 def rows_of(x: torch.Tensor, laid: Ids, heads: int, dtype: torch.dtype, fill: float = 0.0) -> torch.Tensor:
     """x [B, S, H, ...] as contiguous [N, heads, ...], without the queries that have no key."""
-    x = x.detach().flatten(0, 1).to(dtype)
+    x = x.detach().flatten(0, 1)
+    if x.dtype != dtype:
+        x = x.to(dtype)
     if laid.rows is not None:
-        x = x.index_select(0, laid.rows)
+        x = in_words(x.contiguous()).index_select(0, laid.rows).view(dtype)
     if heads > x.shape[1]:
         x = pad(x, (0, 0) * (x.ndim - 2) + (0, heads - x.shape[1]), value=fill)
     return _bridge.contiguous(x)
@@ -99,7 +101,14 @@ def placed(y: torch.Tensor, like: torch.Tensor, laid: Ids, fill: float) -> torch
     if laid.rows is None:
         return y.contiguous().view(like.shape)
     whole = y.new_full((like.shape[0] * like.shape[1], *like.shape[2:]), fill)
-    return whole.index_copy_(0, laid.rows, y).view(like.shape)
+    in_words(whole).index_copy_(0, laid.rows, in_words(y.contiguous()))
+    return whole.view(like.shape)
+
+
+def in_words(x: torch.Tensor) -> torch.Tensor:
+    """The same memory in elements of 8 bytes where rows are made of them: torch copies rows element by element."""
+    whole = x.ndim == 3 and x.data_ptr() % 8 == 0 and x.storage_offset() * x.itemsize % 8 == 0
+    return x.view(torch.int64) if whole else x
 
 
 def sinks_of(sinks: torch.Tensor, heads: int) -> torch.Tensor:
@@ -151,7 +160,7 @@ def backward(
         return q.new_zeros(q.shape), kv.new_zeros(kv.shape), sinks.new_zeros(sinks.shape)
     heads = heads_of(spec.heads, major(q.get_device()))
     flat, lengths = chosen(laid)
-    made = sparse_attention_backward_wrapper(
+    given = (
         rows_of(q, laid, heads, q.dtype),
         _bridge.contiguous(kv.detach().flatten(0, 1)),
         rows_of(out, laid, heads, q.dtype),
@@ -159,13 +168,26 @@ def backward(
         rows_of(lse, laid, heads, torch.float32, torch.inf),  # a head whose every p is 0
         sinks_of(sinks, heads),
         flat,
-        softmax_scale=spec.scale,
-        topk_length=lengths,
-        deterministic=deterministic,
+    )
+    if deterministic:
+        contract_cudnn.require_workspace(workspace_bytes, spec, fixed_order_bytes(given, lengths, spec))
+    made = sparse_attention_backward_wrapper(
+        *given, softmax_scale=spec.scale, topk_length=lengths, deterministic=deterministic
     )
     # The weight of an infinite sink does not change, whatever 0 * inf came to.
     grad_sinks = made["d_sink"][: spec.heads].masked_fill(sinks.detach().isinf(), 0.0).to(sinks.dtype)
     return placed(made["dq"], q, laid, 0.0), made["dkv"].view(kv.shape), grad_sinks
+
+
+def fixed_order_bytes(given: tuple[torch.Tensor, ...], lengths: torch.Tensor, spec: Spec) -> int:
+    """What cuDNN's deterministic gradient works in beyond one float32 sum of grad_kv: it keeps many of them."""
+    from cudnn.deepseek_sparse_attention import SparseAttentionBackward
+
+    operation = SparseAttentionBackward(
+        *given, sample_topk_length=lengths, softmax_scale=spec.scale, deterministic=True
+    )  # fmt: skip
+    operation.check_support()
+    return int(operation.scratch_workspace_bytes()) - 4 * given[1].numel()
 
 
 def nothing(laid: Ids, spec: Spec) -> bool:

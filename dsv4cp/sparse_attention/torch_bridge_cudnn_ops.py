@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .. import _bridge
+from .._arrays import dtype_name
 from . import contract, contract_cudnn, reference, torch_bridge_cudnn, torch_bridge_kernels
 from .contract import Spec
 from .contract_cudnn import Ids
@@ -51,8 +52,8 @@ def _forward(
         return ours(q, kv, sinks, topk_idxs, sm_scale, False, deterministic, workspace_bytes)
     rows = spec.batch * spec.queries  # a plan's ids are those of one batch row
     q_, kv_ = q.detach().reshape(1, rows, spec.heads, spec.dim), kv.detach().reshape(1, -1, spec.dim)
-    topk_idxs = topk_idxs.reshape(1, rows, topk_idxs.shape[-1])
-    out, lse = ours(q_, kv_, sinks, topk_idxs, sm_scale, False, deterministic, workspace_bytes)
+    ids_ = topk_idxs.reshape(1, rows, topk_idxs.shape[-1])
+    out, lse = ours(q_, kv_, sinks, ids_, sm_scale, False, deterministic, workspace_bytes)
     return out.view(q.shape), lse.view(q.shape[:3])
 
 
@@ -70,6 +71,8 @@ def _backward(
         return torch_bridge_cudnn.backward(
             grad_out, q, kv, sinks, ids, out, lse, spec, all_rows_nonempty, deterministic, workspace_bytes
         )
+    if q.is_cuda:
+        contract.check_kernel_gradient(deterministic, f"{dtype_name(q)} with head_dim {spec.dim}")
     *grads, grad_sinks = reference.backward(grad_out, q, kv, sinks, local(ids, spec), out, lse, spec, workspace_bytes)
     return (*grads, grad_sinks.clone())  # of its own memory: the reference's may be the last row of its sums
 
@@ -118,7 +121,9 @@ class _Attend(torch.autograd.Function):
         if grad_lse is None and not torch.is_grad_enabled():
             grads = ATTEND_GRAD(grad_out, q, kv, sinks, *ids, out, lse, *ctx.options)
             return (*grads, *(None,) * 7)
-        sm_scale = ctx.options[0]
+        sm_scale, _, deterministic, _ = ctx.options
+        if q.is_cuda:
+            contract.check_kernel_gradient(deterministic, "gradients of lse, nor graphs of a gradient (create_graph)")
         own = local(Ids(*ids), _spec(q, kv, sinks, Ids(*ids), sm_scale))
         grads = torch_bridge_kernels._differentiated(q, kv, sinks, own, sm_scale, grad_out, grad_lse)
         return (*grads, *(None,) * 7)

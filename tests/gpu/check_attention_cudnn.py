@@ -29,8 +29,7 @@ import dsv4cp  # noqa: E402
 from dsv4cp import _backend, _bridge, torch_ops  # noqa: E402
 from dsv4cp.sparse_attention import contract, torch_bridge_cudnn  # noqa: E402
 from dsv4cp.sparse_attention.contract_cudnn import Ids  # noqa: E402
-from tests.support.attention_gpu import layer_inputs, oracle, random_inputs  # noqa: E402
-from tests.support.attention_grad_oracle import grad_oracle  # noqa: E402
+from tests.support.attention_gpu import layer_inputs, oracle, oracle_grad, random_inputs  # noqa: E402
 from tests.support.compare import check_frobenius, to_numpy  # noqa: E402
 
 SCALE = 512**-0.5
@@ -38,8 +37,8 @@ LIMITS = {"out": "attention", "grad_q": "attention_grad", "grad_kv": "attention_
 # S, H, ratio, top-k, slots, milliseconds that the wrapper took when the target was set
 LAYERS = {
     "S4096 H64 T640 (R4)": (4096, 64, 4, 512, 1.85),
-    "S4096 H64 T160 (R128)": (4096, 64, 128, 10**9, 0.96),
     "S8192 H128 T1152 (R4)": (8192, 128, 4, 1024, 11.8),
+    "S4096 H64 T160 (R128)": (4096, 64, 128, 10**9, 0.96),
 }
 failures: list[str] = []
 
@@ -105,7 +104,7 @@ def errors(seconds: float) -> None:
         if h > 2:
             inputs[2][:3] = cupy.asarray([np.inf, -np.inf, 2e38])
         grad = gradient_like(inputs[0])
-        want = *oracle(*inputs, SCALE), *grad_oracle(grad, *inputs, SCALE)
+        want = *oracle(*inputs, SCALE), *oracle_grad(grad, *inputs, SCALE)
         for name, way, ids, plan in ways(inputs[3], 200):
             what = f"H{h} T{t} {dtype} {name}"
             try:
@@ -120,7 +119,7 @@ def errors(seconds: float) -> None:
             continue
         inputs = layer_inputs(min(queries, 2048), heads, ratio, topk)
         grad = gradient_like(inputs[0])
-        want = *oracle(*inputs, SCALE), *grad_oracle(grad, *inputs, SCALE)
+        want = *oracle(*inputs, SCALE), *oracle_grad(grad, *inputs, SCALE)
         for way_name, way, ids, plan in ways(inputs[3], inputs[1].shape[1]):
             what = f"{name}, 2048 queries, {way_name}"
             print(f"{what:<52}{judge(what, way(grad, *inputs[:3], ids, SCALE, plan), want)}", flush=True)

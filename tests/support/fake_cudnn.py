@@ -28,8 +28,29 @@ class FakeDsa:
         package.deepseek_sparse_attention = module
         module.sparse_attention_backward_wrapper = self.backward
         module.sparse_attention_forward_wrapper = self.forward
+        module.SparseAttentionBackward = self.Operation
         monkeypatch.setitem(sys.modules, "cudnn", package)
         monkeypatch.setitem(sys.modules, "cudnn.deepseek_sparse_attention", module)
+
+    class Operation:
+        """A plan of the deterministic gradient, which knows how much it works in: 64 sums of the gradient of kv."""
+
+        def __init__(
+            self, sample_q, sample_kv, sample_out, sample_dout, sample_lse, sample_attn_sink, sample_topk_idxs,
+            sample_dq=None, sample_dkv=None, sample_topk_length=None, softmax_scale=None, block_tile=64,
+            deterministic=False, q_cluster_mode="off",
+        ):  # fmt: skip
+            require(deterministic and sample_topk_length is not None, "a plan of another kind")
+            require(sample_q.shape == sample_dout.shape and sample_topk_idxs.dtype == torch.int32, "a plan's arrays")
+            self.bytes, self.checked = 8 * sample_lse.numel() + 64 * 4 * sample_kv.numel(), False
+
+        def check_support(self) -> bool:
+            self.checked = True
+            return True
+
+        def scratch_workspace_bytes(self) -> int:
+            require(self.checked, "a plan that was not checked")
+            return self.bytes
 
     def _check(self, q, kv, sinks, ids, lengths, **others) -> None:
         named = {"q": q, "kv": kv, "attn_sink": sinks, "topk_idxs": ids, "topk_length": lengths, **others}
