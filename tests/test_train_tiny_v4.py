@@ -31,6 +31,15 @@ CONFIG = dataclasses.replace(PRESETS["small"], **SIZES)
 TEXT = "The quick brown fox jumps over the lazy dog, again and again, until the dog has had enough of it. " * 40
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors: two threads would only wait for each other where other tests run beside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def make_run(seed: int = 0) -> Run:
     data, _ = prepare(TEXT, "bytes", CONFIG.tokens)
     return Run(CONFIG, choose_backends("torch")[0], data, device="cpu", seed=seed)
