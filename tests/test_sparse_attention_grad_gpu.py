@@ -85,10 +85,10 @@ def test_golden_values(way, impl, dtype, ids, dq, dkv, dsink):
 
 @pytest.mark.parametrize("sink", [0.0, -INF, INF, 2e38])
 @pytest.mark.parametrize("incoming", [1.0, np.nan, INF])
-def test_rows_without_keys(way, impl, sink, incoming):
+def test_rows_without_keys(path, impl, sink, incoming):
     g, q, kv, sinks, ids = inputs(d=64, h=5)
     g[...], sinks[...], ids[...] = incoming, sink, -1
-    for got in way(g, q, kv, sinks, ids, 0.1, impl):
+    for got in cupy_grads(g, q, kv, sinks, ids, 0.1, impl):
         assert (to_numpy(got) == 0).all()
 
 
@@ -103,8 +103,8 @@ def test_row_without_keys_leaves_its_neighbours_alone(way):
 
 
 @pytest.mark.parametrize("masked", [16, 32, 64, 128])
-def test_masked_slots_first(way, impl, masked):
-    check_same(way(*one_channel([-1] * masked + [0, 1]), 1.0, impl), way(*one_channel([0, 1]), 1.0, impl))
+def test_masked_slots_first(path, impl, masked):
+    check_same(cupy_grads(*one_channel([-1] * masked + [0, 1]), 1.0, impl), cupy_grads(*one_channel([0, 1]), 1.0, impl))
 
 
 def test_id_of_another_batch_row(way, impl):
@@ -139,21 +139,22 @@ def test_more_slots_than_rows(way):
 
 
 @pytest.mark.parametrize("slots", SLOTS)
-def test_slot_widths(way, impl, slots):
+def test_slot_widths(path, impl, slots):
     data = inputs(b=1, s=4, h=64, d=512, k=300, t=slots)
-    check(way(*data, 512**-0.5, impl), data, 512**-0.5)
+    check(cupy_grads(*data, 512**-0.5, impl), data, 512**-0.5)
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_head_counts(way, impl, heads):
+def test_head_counts(path, impl, heads):
     data = inputs(b=1, s=4, h=heads, d=512, k=150, t=130, seed=heads)
-    check(way(*data, 512**-0.5, impl), data, 512**-0.5)
+    check(cupy_grads(*data, 512**-0.5, impl), data, 512**-0.5)
 
 
-def test_heads_equal_calls_of_one(way, impl):
+def test_heads_equal_calls_of_one(path, impl):
     g, q, kv, sinks, ids = data = inputs(h=35, d=64)
-    got = list(map(to_numpy, way(*data, 0.2, impl)))
-    parts = [way(g[:, :, h], q[:, :, h], kv, sinks[h], ids, 0.2, impl) for h in (slice(n, n + 1) for n in range(35))]
+    got = list(map(to_numpy, cupy_grads(*data, 0.2, impl)))
+    one = [slice(h, h + 1) for h in range(35)]
+    parts = [cupy_grads(g[:, :, h], q[:, :, h], kv, sinks[h], ids, 0.2, impl) for h in one]
     dq, dkv, dsinks = zip(*(map(to_numpy, x) for x in parts), strict=True)
     check_close(got[0], np.concatenate(dq, 2), "attention_grad", "bfloat16")
     check_close(got[2], np.concatenate(dsinks), "attention_grad", "bfloat16")
@@ -167,16 +168,24 @@ def test_heads_equal_calls_of_one(way, impl):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("d", DIMS)
 @pytest.mark.parametrize("heads", [64, 20, 7, 100])
-def test_matches_the_oracle(way, impl, heads, d, dtype):
+def test_matches_the_oracle(path, impl, heads, d, dtype):
     data = inputs(b=2, s=6, h=heads, d=d, k=120, t=150, dtype=dtype, seed=d)
-    check(way(*data, d**-0.5, impl), data, d**-0.5)
+    check(cupy_grads(*data, d**-0.5, impl), data, d**-0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "d", "t"), [(64, 512, 150), (7, 512, 65), (100, 512, 130), (20, 128, 1), (3, 64, 0)])
+def test_torch_gives_the_bits_of_cupy(path, heads, d, t, dtype):
+    pytest.importorskip("torch")
+    data = inputs(b=2, s=6, h=heads, d=d, k=120, t=t, dtype=dtype)
+    check_same(torch_grads(*data, d**-0.5, "deterministic"), cupy_grads(*data, d**-0.5, "deterministic"))
 
 
 @pytest.mark.parametrize("sink", [INF, -INF, 2e38, -2e38, 85.0, -85.0])
-def test_sinks(way, impl, sink):
+def test_sinks(path, impl, sink):
     data = inputs(h=33, d=64)
     data[3][::2] = sink
-    got = way(*data, 0.1, impl)
+    got = cupy_grads(*data, 0.1, impl)
     check(got, data, 0.1)
     if abs(sink) > 1e38:
         assert (to_numpy(got[2])[::2] == 0).all()
@@ -213,20 +222,20 @@ def test_one_large_query_costs_others_nothing(path):
 
 @pytest.mark.parametrize("bad", [np.nan, INF])
 @pytest.mark.parametrize("where", ["kv", "q", "grad_out"])
-def test_a_bad_number_reaches_only_the_rows_of_its_query(way, where, bad):
+def test_a_bad_number_reaches_only_the_rows_of_its_query(path, where, bad):
     g, q, kv, sinks, ids = inputs(s=6, h=20, d=128, k=30, unseen=1.0)
     ids = cupy.where(ids == 0, 4, ids)
     ids[1, 3] = -1
     ids[1, 3, :4] = cupy.asarray([0, 2, 2, 99])
-    want = list(map(to_numpy, way(g, q, kv, sinks, ids, 0.1, "deterministic")))
+    want = list(map(to_numpy, cupy_grads(g, q, kv, sinks, ids, 0.1, "deterministic")))
     {"kv": kv[1, 0], "q": q[1, 3, 4], "grad_out": g[1, 3, 4]}[where][3] = bad
-    got = list(map(to_numpy, way(g, q, kv, sinks, ids, 0.1, "deterministic")))
+    got = list(map(to_numpy, cupy_grads(g, q, kv, sinks, ids, 0.1, "deterministic")))
     query, rows = np.zeros(q.shape[:2], bool), np.zeros(kv.shape[:2], bool)
     query[1, 3] = rows[1, [0, 2]] = True
     check_equal(got[0][~query], want[0][~query])
     check_equal(got[1][~rows], want[1][~rows])
     assert np.isnan(got[1][rows]).all()
-    atomic = list(map(to_numpy, way(g, q, kv, sinks, ids, 0.1, "atomic")))
+    atomic = list(map(to_numpy, cupy_grads(g, q, kv, sinks, ids, 0.1, "atomic")))
     assert not np.isfinite(atomic[1][rows]).all()
     check_close(atomic[1][~rows], got[1][~rows], "attention_grad", "bfloat16")
     check_equal(atomic[0], got[0])
