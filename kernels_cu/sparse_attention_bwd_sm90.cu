@@ -120,6 +120,13 @@ struct Call {
     DEVICE int first_head(int item) const { return (item % groups * HEAD_BLOCKS + head_block) * HEADS; }
 };
 
+// threadIdx.x, read again so that nothing derived from it is kept across roles.
+DEVICE int fresh_thread() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
 // ---- Index warp ----------------------------------------------------------------------------------------
 
 // The second block of heads keeps its columns in another order, chunks 1 0 3 2: see trade().
@@ -140,8 +147,23 @@ DEVICE void load_heads(const Call& p, u32 to, u32 bar, int item) {
 }
 
 static const int AHEAD = DETERMINISTIC ? 2 : 4;  // warp-wide reads of ids on their way
+// All of an item that its scores need but keys, once the place is free. One warp.
+DEVICE void load_item(const Call& p, u32 shared, u32 bars, int item, int x_stage, u32 free_parity, int lane) {
+    const int head = p.first_head(item) + p.half * OWN_HEADS + lane;
+    const i64 at = (i64)p.query(item) * p.heads + head;
+    const float total = head < p.heads ? __ldg(p.log2_total + at) : INFINITE;  // p of a head that does not exist is 0
+    const float delta = head < p.heads ? __ldg(p.delta + at) : 0.f;
+    wait(bars + (BAR_X_FREE + x_stage) * 8, free_parity);
+    store_u32(shared + AT_HEADS + x_stage * OWN_HEADS * 8 + lane * 4, __float_as_uint(total));
+    store_u32(shared + AT_HEADS + x_stage * OWN_HEADS * 8 + (OWN_HEADS + lane) * 4, __float_as_uint(delta));
+    __syncwarp();
+    if (lane == 0) load_heads(p, shared + x_stage * X_BYTES, bars + (BAR_X_FULL + x_stage) * 8, item);
+    __syncwarp();
+}
+
 // Valid ids, in slot order, in blocks of SLOTS; the last block of an item carries the flag LAST.
-DEVICE void index_warp(const Call& p, u32 shared, u32 bars, int lane) {
+DEVICE void index_warp(const Call& p, u32 shared, u32 bars) {
+    const int lane = fresh_thread() & 31;
     int stage = 0, x_stage = 0;
     u32 parity = 1, x_parity = 1;
     for (int item = p.first; item < p.items; item += p.step) {
@@ -152,16 +174,9 @@ DEVICE void index_warp(const Call& p, u32 shared, u32 bars, int lane) {
         int have = 0, next[AHEAD];
 #pragma unroll
         for (int u = 0; u < AHEAD; u++) next[u] = u * 32 + lane < p.slots ? __ldg(row + u * 32 + lane) : -1;
-        const int head = p.first_head(item) + p.half * OWN_HEADS + lane;
-        const i64 at = (i64)p.query(item) * p.heads + head;
-        const float total = head < p.heads ? __ldg(p.log2_total + at) : INFINITE;  // p of a head that does not exist is 0
-        const float delta = head < p.heads ? __ldg(p.delta + at) : 0.f;
-        wait(bars + (BAR_X_FREE + x_stage) * 8, x_parity);
-        store_u32(shared + AT_HEADS + x_stage * OWN_HEADS * 8 + lane * 4, __float_as_uint(total));
-        store_u32(shared + AT_HEADS + x_stage * OWN_HEADS * 8 + (OWN_HEADS + lane) * 4, __float_as_uint(delta));
-        __syncwarp();
-        if (lane == 0) load_heads(p, shared + x_stage * X_BYTES, bars + (BAR_X_FULL + x_stage) * 8, item);
-        __syncwarp();
+#if Q_STAGES > 1
+        load_item(p, shared, bars, item, x_stage, x_parity, lane);
+#endif
 #if PREFETCH
         if (lane < 16 && item + p.step < p.items) {
             const int query = p.query(item + p.step), h0 = p.first_head(item + p.step) + (lane >> 1 & 1) * OWN_HEADS;
@@ -213,7 +228,8 @@ DEVICE void index_warp(const Call& p, u32 shared, u32 bars, int lane) {
 // ---- Gather warps --------------------------------------------------------------------------------------
 
 // Half a key row (512 bytes) is one copy of 16 bytes a lane. Groups of 8 rows go to the warps in turn.
-DEVICE void gather_warp(const Call& p, u32 shared, u32 bars, int warp, int lane) {
+DEVICE void gather_warp(const Call& p, u32 shared, u32 bars, int warp) {
+    const int lane = fresh_thread() & 31;
     int stage = 0, id_stage = 0;
     u32 parity = 1, id_parity = 0;
     Clock clock(shared, warp == 0 && lane == 0);
@@ -332,7 +348,8 @@ DEVICE void finish_scores(const Call& p, float (&s)[32], u32 shared, u32 there, 
 }
 
 // The scores of the next block run while this one's are finished; not across items, whose Q and dO take the same place.
-DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars, int thread) {
+DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars) {
+    const int thread = fresh_thread();
     u32 there = remote(shared, p.rank ^ 1);
     int stage = 0, x_stage = 0, p_stage = 0;
     u32 parity = 0, x_parity = 0, p_parity = 0, turn = 0;  // turn: of the buffers with one stage: the parity of the block's number
@@ -341,6 +358,9 @@ DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars, int thread) {
         const u32 x = shared + x_stage * X_BYTES, heads = shared + AT_HEADS + x_stage * OWN_HEADS * 8;
         float own[32], other[32], s[32];
         u32 meta = 0;
+#if Q_STAGES == 1
+        if (thread < 32) load_item(p, shared, bars, item, 0, x_parity ^ 1, thread);
+#endif
         wait(bars + (BAR_X_FULL + x_stage) * 8, x_parity);
         clock.read(4);
         for (bool first = true; first || !(meta & LAST); first = false) {
@@ -395,13 +415,6 @@ typedef i64 sum_type;
 #else
 typedef float sum_type;
 #endif
-
-// threadIdx.x, read again so that nothing derived from it is kept while the products hold most registers.
-DEVICE int fresh_thread() {
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread;
-}
 
 // Where a slot of a block adds its columns from `column` on. With SOME a slot may have nothing to add: it then adds zeros
 // to a row that is there, since a branch around every addition costs more. The first slot of 16 exists.
@@ -561,7 +574,8 @@ DEVICE void trade(const Call& p, float (&dkv)[64], u32 shared, u32 bars, int col
 }
 #endif
 
-DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns, int thread) {
+DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns) {
+    const int thread = fresh_thread() & 127;
     const int lane = thread & 31, row = (thread >> 5) * 16 + (lane >> 2);
     const u32 p_free_there = remote(bars + BAR_P_FREE * 8, p.rank ^ 1);
     int stage = 0, x_stage = 0, id_stage = 0, p_stage = 0;
@@ -646,7 +660,7 @@ extern "C" __global__ void __cluster_dims__(2 * HEAD_BLOCKS, 1, 1) __launch_boun
     int heads, int keys, int slots, int key_first, int key_last, int parts, float scale, float scale2) {
     extern __shared__ __align__(1024) unsigned char dynamic[];
     const u32 shared = (u32)__cvta_generic_to_shared(dynamic), bars = shared + AT_BARS;
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, groups = (heads + HEADS * HEAD_BLOCKS - 1) / (HEADS * HEAD_BLOCKS);
+    const int warp = __shfl_sync(FULL_WARP, threadIdx.x >> 5, 0), groups = (heads + HEADS * HEAD_BLOCKS - 1) / (HEADS * HEAD_BLOCKS);
     const u32 rank = cluster_rank();
     const Call p = {&q_map, &grad_out_map, kv, ids, log2_total, delta, grad_q, sums, exponents, kv_stride_b, kv_stride_k, queries, heads, keys, slots,
                     groups, batch * queries * groups, key_first, key_last, parts, scale, scale2, rank, rank & 1, (int)rank >> 1,
@@ -675,14 +689,14 @@ extern "C" __global__ void __cluster_dims__(2 * HEAD_BLOCKS, 1, 1) __launch_boun
     cluster_sync();  // barriers are initialised before anyone, here or in the other block, uses them
     if (warp < 4) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(SCORE_REGISTERS));
-        score_warpgroup(p, shared, bars, threadIdx.x);
+        score_warpgroup(p, shared, bars);
     } else if (warp < 12) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(PRODUCT_REGISTERS));
-        product_warpgroup(p, shared, bars, warp >= 8, threadIdx.x & 127);
+        product_warpgroup(p, shared, bars, warp >= 8);
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-        if (warp == 12 + GATHER_WARPS) index_warp(p, shared, bars, lane);
-        else gather_warp(p, shared, bars, warp - 12, lane);
+        if (warp == 12 + GATHER_WARPS) index_warp(p, shared, bars);
+        else gather_warp(p, shared, bars, warp - 12);
     }
     __syncwarp();
     cluster_sync();  // the other block may still write here, and arrive at barriers
