@@ -43,7 +43,7 @@ typedef ELEMENT Element;
 
 static const int HALVES = HEADS / 64, WARPS = 4 * HALVES, THREADS = 32 * WARPS, SLOTS = 64, LIST = 1024;
 static const int CHUNKS = INDEX_DIM / 8, K_COLUMNS = INDEX_DIM / HALVES, Q_TILES = INDEX_DIM / WARPS / 8, K_STEPS = INDEX_DIM / 16;
-static const int PASS = K_COLUMNS < 64 ? K_COLUMNS : 64, PASS_TILES = PASS / 8;  // columns of grad_k in registers at a time
+static const int PASS = HALVES > 1 ? 32 : 64, PASS_TILES = PASS / 8;  // columns of grad_k in registers at a time
 static const u32 ROW = INDEX_DIM * 2, G_ROW = HEADS * 2, STAGE = SLOTS * ROW;
 static const u32 AT_K = HEADS * ROW, AT_G = AT_K + 2 * STAGE, AT_W = AT_G + SLOTS * G_ROW, AT_ID = AT_W + HEADS * 4;
 static const u32 AT_VALUE = AT_ID + LIST * 4, AT_BITS = AT_VALUE + LIST * 4, AT_PART = AT_BITS + (HALVES > 1 ? THREADS * 4 : 0);

@@ -75,6 +75,15 @@ DEVICE void prefetch(const char* from, int bytes, int thread) {
 
 // ---- Gather and addition warps -------------------------------------------------------------------------
 
+#if FIXED
+#define BULK_TYPE "u64"
+#else
+#define BULK_TYPE "f32"
+#endif
+DEVICE void bulk_add(Sum* to, u32 from) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add." BULK_TYPE " [%0], [%1], 512;" ::"l"(to), "r"(from) : "memory");
+}
+
 // Copies half of each block's 64 listed key rows; rows from `count` on are zeros. `step` counts blocks over all lists.
 DEVICE void gather(const u16* k, i64 stride, u32 shared, int count, int& step, int part, int lane) {
     const int chunk = lane & 15;
@@ -93,24 +102,55 @@ DEVICE void gather(const u16* k, i64 stride, u32 shared, int count, int& step, i
     }
 }
 
-// Adds half of each block's rows to memory: 512 bytes a lane, all of a row or (FIXED) half of it at a time.
+#ifndef ADDITIONS
+#define ADDITIONS 2
+#endif
+// Adds half of each block's rows to memory, all of a row or (FIXED) half of it at a time.
 DEVICE void add_rows(Sum* sums, int key_first, u32 shared, int count, int& step, int part, int lane) {
     const u32 full = shared + AT_BARS + (BAR_ROWS_FULL + part) * 8, free = shared + AT_BARS + (BAR_ROWS_FREE + part) * 8;
-    const u32 from = shared + AT_ROWS + (part * ROWS_EACH + lane) * PITCH;
+    const u32 from = shared + AT_ROWS + part * ROWS_EACH * PITCH;
     for (int block = 0; block < count; block += SLOTS) {
-        const int mine = block + part * ROWS_EACH + lane;
-        Sum* to = mine < count ? sums + (i64)((int)load_u32(shared + AT_ID + mine * 4) - key_first) * DIM : nullptr;
+        const int mine = block + part * ROWS_EACH + lane, rows = min(count - block - part * ROWS_EACH, ROWS_EACH);
+        const int key = mine < count ? (int)load_u32(shared + AT_ID + mine * 4) - key_first : 0;
 #pragma unroll 1
         for (int half = 0; half < (FIXED ? 2 : 1); ++half, ++step) {
             bar_wait(full, step & 1);
-            if (to != nullptr) {
-#if FIXED
-                asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u64 [%0], [%1], 512;" ::"l"(to + half * 64), "r"(from) : "memory");
-#else
-                asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], 512;" ::"l"(to), "r"(from) : "memory");
-#endif
+#if ADDITIONS == 3
+#elif ADDITIONS == 0
+            if (lane < rows) bulk_add(sums + (i64)key * DIM + half * 64, from + lane * PITCH);
+            asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+#elif ADDITIONS == 1
+            if (rows == ROWS_EACH) {
+#pragma unroll 8
+                for (int r = 0; r < ROWS_EACH; ++r) {
+                    const int to = __shfl_sync(FULL_WARP, key, r);
+                    if (lane == 0) bulk_add(sums + (i64)to * DIM + half * 64, from + r * PITCH);
+                }
+            } else if (lane < rows) {
+                bulk_add(sums + (i64)key * DIM + half * 64, from + lane * PITCH);
             }
             asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+#else
+#pragma unroll 4
+            for (int r = 0; r < rows; ++r) {
+                Sum* to = sums + (i64)__shfl_sync(FULL_WARP, key, r) * DIM + half * 64;
+#if FIXED
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    i64 x;
+                    asm volatile("ld.shared.u64 %0, [%1];" : "=l"(x) : "r"(from + r * PITCH + i * 256 + lane * 8) : "memory");
+                    add_fixed(to + i * 32 + lane, x);
+                }
+#else
+                float x[4];
+                asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                             : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                             : "r"(from + r * PITCH + lane * 16)
+                             : "memory");
+                add4(to + lane * 4, x[0], x[1], x[2], x[3]);
+#endif
+            }
+#endif
             __syncwarp();  // all lanes' rows have been read
             if (lane == 0) bar_arrive(free);
         }
