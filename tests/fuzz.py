@@ -45,8 +45,8 @@ SHRINK_SECONDS = 20.0
 class Session:
     """Counts, and what failed."""
 
-    def __init__(self, pairs: list[tuple[Op, Way]]) -> None:
-        self.pairs = pairs
+    def __init__(self, pairs: list[tuple[Op, Way]], shrink: float | None = None) -> None:
+        self.pairs, self.shrink = pairs, shrink
         self.done: Counter[tuple[str, str]] = Counter()
         self.refused: Counter[tuple[str, str]] = Counter()
         self.reasons: Counter[str] = Counter()
@@ -91,7 +91,7 @@ class Session:
     def failed(self, op: Op, case: dict, why: str) -> None:
         if len(self.failures) < MOST_FAILURES:
             print(f"FAILED {op.name} on {case['way']}: {why}", flush=True)
-            small, why = shrink(op, case)
+            small, why = shrink(op, case, self.shrink)
             print(f"  {why}\n  python tests/fuzz.py --case '{json.dumps(small)}'", flush=True)
         self.failures.append(case)
 
@@ -123,9 +123,9 @@ def outcome(op: Op, case: dict) -> str | None:
     return None if not labels else "; ".join(verdict.notes or labels)
 
 
-def shrink(op: Op, case: dict) -> tuple[dict, str]:
+def shrink(op: Op, case: dict, seconds: float | None = None) -> tuple[dict, str]:
     """A simpler case that fails too, and why: each parameter is set to the simpler options before its own."""
-    end = time.monotonic() + SHRINK_SECONDS
+    end = time.monotonic() + (SHRINK_SECONDS if seconds is None else seconds)
     why = outcome(op, case)
     if why is None:
         return case, "(a second run does not fail)"
@@ -257,6 +257,8 @@ def drive(session: Session, options: argparse.Namespace) -> int:
             by_hypothesis = False
     try:
         (drive_hypothesis if by_hypothesis else drive_random)(session, options.seed, options.cases, end)
+    except KeyboardInterrupt:
+        print("interrupted: what there is so far", flush=True)
     except Exception as error:
         if not dead(error):
             raise
@@ -380,6 +382,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--op", default="", help="only ops whose name contains this")
     parser.add_argument("--backend", default="", help="only ways that contain this")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--shrink", type=float, help="seconds to simplify a failing case for")
     parser.add_argument("--driver", choices=("auto", "random"), default="auto")
     parser.add_argument("--case", help="run one line again")
     parser.add_argument("--list", action="store_true", help="ops and ways that would run")
@@ -393,7 +396,7 @@ def main(arguments: list[str] | None = None) -> int:
         return report(spread(options), time.monotonic() - start, options.seed)
     if options.device == "cpu":
         torch.set_num_threads(1)
-    session = Session(pairs_of(options.device, options.op, options.backend))
+    session = Session(pairs_of(options.device, options.op, options.backend), options.shrink)
     if options.list or not session.pairs:
         print("\n".join(f"{op.name}: {way}" for op, way in session.pairs) or "nothing to try")
         return 0 if session.pairs else 2

@@ -21,6 +21,7 @@ LAST = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-11, "bfloat16
 ACC = {"float64": 2.0**-46, "float32": 2.0**-19}
 LEAST = {"float64": 1e-300, "float32": 2.0**-124, "float16": 2.0**-24, "bfloat16": 2.0**-124}
 SIGMAS = 5.0
+SHORT = 64  # terms of a sum that ACC covers; equal terms one after another err in one direction
 VANISHED = 2e-35  # exp(-80): a weight below it may count as 0
 INF = float("inf")
 
@@ -71,6 +72,7 @@ class Attention:
         size = torch.where(self.mask, self.q.abs() @ self.across.abs() * abs(scale), 0.0)
         self.off = (2 * self.acc * size.amax(3, keepdim=True)).nan_to_num(0.0)  # error of a score
         self.drift = self.off.clamp(max=1.0)  # relative error of its exponential
+        self.acc *= 1 + max(ids.shape[2], ids.shape[0] * ids.shape[1], q.shape[2]) / SHORT  # from here on: of long sums
         top = self.scores.amax(3, keepdim=True)
         self.top = torch.where(top == -INF, 0.0, top)
         p = torch.exp(self.scores - self.top)
