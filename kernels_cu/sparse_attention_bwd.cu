@@ -49,11 +49,13 @@
 #ifndef FIXED
 #define FIXED 0
 #endif
-// One slot of a lane at a time: two spill except on sm_100, where one does.
+// Registers: one slot of a lane at a time (two spill), on sm_100 two (one spills) but fewer integer sums.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
 #define SCANS 2
+#define PIECE_NUMBERS (FIXED && HEAD_DIM >= 256 && ROWS == 64 ? 32 : 64)
 #else
 #define SCANS 1
+#define PIECE_NUMBERS 64
 #endif
 #include "fixed_sum.cuh"
 #include "sparse_attention_mma.cuh"
@@ -61,8 +63,8 @@
 static const bool GRAD_Q = (PARTS & 1) != 0, SUMS = (PARTS & 2) != 0;
 static const int TILES = GROUP_KEYS / 8;         // 16 x 8 score tiles of a warp
 static const int CHAINS = TILES == 1 ? 2 : 1;    // independent partial sums, so that four products are in flight
-// Keys whose sums are in registers at a time: 64 numbers a thread beside the 128 of grad_q, else 128.
-static const int PIECE = !GRAD_Q || 2048 / COLUMNS > KEYS ? KEYS : 2048 / COLUMNS;
+// Keys whose sums are in registers at a time: PIECE_NUMBERS of them a thread beside the 128 of grad_q, else 128.
+static const int PIECE = !GRAD_Q || PIECE_NUMBERS * 32 / COLUMNS > KEYS ? KEYS : PIECE_NUMBERS * 32 / COLUMNS;
 static const u32 AT_GRAD = ROWS * ROW_BYTES, AT_KEYS = 2 * AT_GRAD, AT_P = AT_KEYS + KEYS * ROW_BYTES;
 static const u32 AT_DS = AT_P + ROWS * P_ROW_BYTES, AT_IDS = AT_DS + ROWS * P_ROW_BYTES;
 static const u32 AT_ROWS = AT_IDS + 2 * KEYS * 4;  // log2_total, then delta, of the tile's heads

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from dsv4cp import _kernels
-from dsv4cp.sparse_attention import contract, cuda_bwd, cuda_bwd_mma, cuda_bwd_passes
+from dsv4cp.sparse_attention import contract, cuda_bwd, cuda_bwd_mma, cuda_bwd_passes, cuda_bwd_sm90
 
 SHARED = {"sm_80": 166912, "sm_86": 101376, "sm_90": 232448}  # bytes that a block may opt in to
 HEADS = (1, 3, 8, 16, 17, 24, 31, 32, 33, 48, 64, 96, 128)
@@ -152,6 +152,26 @@ def test_nothing_to_do(launches, shared, axis, deterministic):
         assert sum(x.grid for x in named(launches, "sparse_attention_bwd_finish")) > 0
     if axis in "bskt":  # and heads, whose sinks' gradient is
         assert named(launches, "sparse_attention_bwd_sinks_sum")[0].grid == 1
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_the_other_main_kernel_gets_the_calls_that_fit(monkeypatch, launches, shared, taken):
+    asked, made = [], []
+    monkeypatch.setattr(cuda_bwd, "forced_path", None)
+    monkeypatch.setattr(cuda_bwd_sm90, "fits", lambda spec, device: asked.append(spec.batch) or True)
+    monkeypatch.setattr(cuda_bwd_sm90, "launch", lambda **arguments: made.append(arguments) or taken)
+    launch(spec_of(d=64), True, cap=8 * 64 * 64, stream=7)
+    assert asked == [2], "once for the call, not for its passes"
+    assert [(x["parts"], x["key_first"], x["key_last"]) for x in made] == [
+        (1, 0, 100), (2, 0, 64), (2, 64, 100), (2, 0, 64), (2, 64, 100),
+    ]  # fmt: skip
+    assert [x["spec"].batch for x in made] == [2, 1, 1, 1, 1]
+    assert {x["stream"] for x in made} == {7}
+    assert len(named(launches, MAIN)) == (0 if taken else 5), "what it refuses goes to the portable kernel"
+    launches.clear()
+    monkeypatch.setattr(cuda_bwd_sm90, "fits", lambda spec, device: False)
+    launch(spec_of())
+    assert len(named(launches, MAIN)) == 1
 
 
 def test_a_device_without_the_memory_is_told(monkeypatch, shared, launches):

@@ -30,18 +30,14 @@ import numpy as np
 
 from .. import _kernels
 from .._arrays import dtype_name
-from . import contract, cuda, cuda_bwd_mma
+from . import contract, cuda, cuda_bwd_mma, cuda_bwd_sm90
 from .contract import Spec
 from .cuda_bwd_mma import ELEMENTS
 from .cuda_bwd_passes import SINK_QUERIES, SUMS, Layout, layout, passes
 
-try:
-    from . import cuda_bwd_sm90
-except ImportError:
-    cuda_bwd_sm90 = None  # type: ignore[assignment]
-
 PREP, FINISH = "sparse_attention_bwd_prep.cu", "sparse_attention_bwd_finish.cu"
 SINK_HEADS, SINK_LANES = 32, 8  # of a block of the kernels of the sinks
+SELECT_QUERIES, SELECT_THREADS = 32, 512  # of a block of select
 MOST_BLOCKS = 4096  # of kernels whose threads step through their work
 
 forced_path: str | None = None  # "portable" makes every call take that kernel: for tests and measurements
@@ -130,7 +126,7 @@ def launch_backward(
 
 def _main(spec: Spec, device: int) -> Any:
     """The main kernel's module; it does not depend on how the work is cut into passes."""
-    hopper = cuda_bwd_sm90 is not None and forced_path != "portable" and cuda_bwd_sm90.fits(spec, device)
+    hopper = forced_path != "portable" and cuda_bwd_sm90.fits(spec, device)
     return cuda_bwd_sm90 if hopper else cuda_bwd_mma
 
 
@@ -170,8 +166,8 @@ def _exponents(
     _zero(at["bounds"], 16 * spec.batch * spec.keys, stream)
     _kernels.launch(
         _kernels.kernel(PREP, "sparse_attention_bwd_select", defines=defines),
-        grid=spec.batch * spec.queries if spec.heads > 0 else 0,
-        block=128,
+        grid=spec.batch * -(-spec.queries // SELECT_QUERIES) if spec.heads > 0 else 0,
+        block=SELECT_THREADS,
         ids=np.uintp(ids),
         key_part=np.uintp(at["key_part"]),
         rest=np.uintp(at["rest"]),

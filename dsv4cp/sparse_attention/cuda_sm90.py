@@ -64,7 +64,8 @@ def launch(arguments: dict[str, Any], spec: Spec, dtype: str, device: int, strea
 def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], dtype: str, heads: int = HEADS) -> Any:
     """What the tensor copy engine needs to know of q: rows of 512 columns along `sizes` axes, strides in elements.
 
-    `heads`: of a box, which is 64 columns wide. A NumPy structured scalar of 128 opaque bytes, or None where the driver refuses.
+    `heads`: of a box, which is 64 columns wide. A NumPy structured scalar of 128 opaque bytes, or None where the driver
+    refuses.
     """
     rank = 1 + len(sizes)
     # An axis of one element may carry any stride; the driver wants one that it could use.

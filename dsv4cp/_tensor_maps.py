@@ -1,0 +1,45 @@
+"""Tensor maps: what the tensor copy engine of Hopper and later needs to know of an array. Knows no slice.
+
+CuPy does not wrap cuTensorMapEncodeTiled, so it is called in the CUDA driver itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import numpy as np
+
+# cuda.h: CU_TENSOR_MAP_DATA_TYPE_FLOAT16 and _BFLOAT16, _SWIZZLE_128B, _L2_PROMOTION_L2_128B
+DATA_TYPES = {"float16": 6, "bfloat16": 9}
+SWIZZLE_128B, L2_PROMOTION_128B = 3, 2
+
+
+@functools.lru_cache(maxsize=256)
+def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], dtype: str) -> Any:
+    """The map of a 2-byte array for copies of `box` elements that arrive 128-byte swizzled; axes fastest first.
+
+    strides: in elements, of all axes but the first, whose stride is 1. Elements outside of `sizes` arrive as zeros.
+    A NumPy structured scalar of 128 opaque bytes, or None where the driver refuses.
+    """
+    rank = len(sizes)
+    # An axis of one element may carry any stride; the driver wants one that it could use.
+    steps = [2 * stride if size > 1 else 2 * sizes[0] for size, stride in zip(sizes[1:], strides, strict=True)]
+    buffer = (ctypes.c_uint64 * 24)()  # the map is 16 words, aligned to 8 of them
+    at = (ctypes.addressof(buffer) + 63) // 64 * 64
+    status = _encoder()(
+        ctypes.c_void_p(at), DATA_TYPES[dtype], rank, ctypes.c_void_p(address),
+        (ctypes.c_uint64 * rank)(*sizes), (ctypes.c_uint64 * (rank - 1))(*steps),
+        (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*[1] * rank),
+        0, SWIZZLE_128B, L2_PROMOTION_128B, 0,
+    )  # fmt: skip
+    if status != 0:
+        return None
+    words = np.frombuffer(ctypes.string_at(at, 128), np.uint64)
+    return np.array((words,), dtype=[("words", np.uint64, (16,))])[()]
+
+
+@functools.cache
+def _encoder() -> Any:
+    return ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled

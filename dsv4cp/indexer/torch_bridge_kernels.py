@@ -1,0 +1,132 @@
+"""Dense indexer scores on torch tensors as the operators dsv4::indexer_scores and dsv4::indexer_scores_grad.
+
+On CUDA tensors that fit the kernels both directions are this package's CUDA; everything on other tensors is the
+reference run on torch tensors, so that a graph captured with the operators runs anywhere. Scores are
+masked to -inf where an entry is not finished, and the gradient ignores what comes in there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import _bridge
+from . import contract, contract_kernels, reference, torch_bridge_topk
+
+
+def _cuda_scores(
+    q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor, compress_ratio: int, softmax_scale: float,
+    query_start: int,
+) -> torch.Tensor:  # fmt: skip
+    spec = contract.check_scores(q, pooled_kv, weights, compress_ratio, softmax_scale, query_start)
+    if contract_kernels.unfit(q, pooled_kv, weights) is not None:
+        return reference.scores(q, pooled_kv, weights, spec)
+    from . import cuda_scores
+
+    q, pooled_kv = _readable(q), _readable(pooled_kv)
+    weights = weights.detach().resolve_neg()
+    out = torch.empty((spec.batch, spec.queries, spec.entries), dtype=torch.float32, device=q.device)
+    with _bridge.on_stream_of(q) as stream:
+        cuda_scores.launch_scores(
+            _operand(q), _operand(pooled_kv), _operand(weights), out.data_ptr(), spec, cuda_scores.limits(spec),
+            stream=stream,
+        )  # fmt: skip
+    return out
+
+
+def _reference_scores(
+    q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor, compress_ratio: int, softmax_scale: float,
+    query_start: int,
+) -> torch.Tensor:  # fmt: skip
+    spec = contract.check_scores(q, pooled_kv, weights, compress_ratio, softmax_scale, query_start)
+    return reference.scores(q, pooled_kv, weights, spec)
+
+
+def _fake_scores(
+    q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor, compress_ratio: int, softmax_scale: float,
+    query_start: int,
+) -> torch.Tensor:  # fmt: skip
+    wide = torch.float64 in (q.dtype, pooled_kv.dtype, weights.dtype)
+    shape = (q.shape[0], q.shape[1], pooled_kv.shape[1])
+    return q.new_empty(shape, dtype=torch.float64 if wide else torch.float32)
+
+
+def _reference_grad(
+    grad_scores: torch.Tensor, q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor, compress_ratio: int,
+    softmax_scale: float, query_start: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    spec = contract.check_scores_grad(grad_scores, q, pooled_kv, weights, compress_ratio, softmax_scale, query_start)
+    return reference.scores_grad(grad_scores, q, pooled_kv, weights, spec)
+
+
+def _fake_grad(
+    grad_scores: torch.Tensor, q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor, compress_ratio: int,
+    softmax_scale: float, query_start: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    return q.new_empty(q.shape), pooled_kv.new_empty(pooled_kv.shape), weights.new_empty(weights.shape)
+
+
+class _Scores(torch.autograd.Function):
+    """SCORES with SCORES_GRAD as its gradient; asked for a graph of the gradient, the reference's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor, compress_ratio: int,
+        softmax_scale: float, query_start: int,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.save_for_backward(q, pooled_kv, weights)
+        ctx.options = compress_ratio, softmax_scale, query_start
+        with _bridge.below_autograd():
+            return SCORES(q, pooled_kv, weights, compress_ratio, softmax_scale, query_start)
+
+    @staticmethod
+    def backward(ctx: Any, grad_scores: torch.Tensor) -> tuple[Any, ...]:
+        inputs = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return (*_differentiated(grad_scores, *inputs, *ctx.options), None, None, None)
+        return (*SCORES_GRAD(grad_scores, *inputs, *ctx.options), None, None, None)
+
+
+def _differentiated(
+    grad_scores: torch.Tensor, q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor, compress_ratio: int,
+    softmax_scale: float, query_start: int,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """The gradients by torch's own differentiation of the reference, with a graph."""
+    spec = contract.check_scores(q, pooled_kv, weights, compress_ratio, softmax_scale, query_start)
+    xp, leaves = spec.xp, (q, pooled_kv, weights)
+    wide = [xp.astype(x, spec.compute) for x in leaves]
+    scores = reference.dense_scores(xp, wide[0], wide[1][:, None], wide[2], spec.softmax_scale)
+    seen = reference.Causal(spec, 0).mask(0, spec.queries, 0, spec.entries)
+    scores = torch.where(seen, scores, -torch.inf)
+    wanted = [x for x in leaves if x.requires_grad]
+    grads = iter(torch.autograd.grad(scores, wanted, grad_scores, create_graph=True, allow_unused=True))
+    return tuple(next(grads) if x.requires_grad else None for x in leaves)
+
+
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    """x itself where the kernels can read it, else a contiguous copy."""
+    from .cuda_scores import aligned
+
+    x = x.detach().resolve_neg()
+    return x if aligned(x.data_ptr(), tuple(x.shape), x.stride()) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _operand(x: torch.Tensor) -> Any:
+    from .cuda_scores import Operand
+
+    return Operand(x.data_ptr(), str(x.dtype).removeprefix("torch."), x.stride())
+
+
+_INPUTS = "Tensor q, Tensor pooled_kv, Tensor weights, int compress_ratio, float softmax_scale, int query_start"
+SCORES = _bridge.define_op(
+    f"indexer_scores({_INPUTS}) -> Tensor",
+    kernels={"CUDA": _cuda_scores, "CPU": _reference_scores},
+    fake=_fake_scores,
+    autograd=_Scores,
+)
+SCORES_GRAD = _bridge.define_op(
+    f"indexer_scores_grad(Tensor grad_scores, {_INPUTS}) -> (Tensor, Tensor, Tensor)",
+    kernels={"CUDA": torch_bridge_topk.cuda_dense_grad, "CPU": _reference_grad},
+    fake=_fake_grad,
+)

@@ -1,0 +1,433 @@
+// Indexer scores on Hopper: wgmma, E 64 or 128, bfloat16 or float16, up to 128 heads.
+// archs: 90a
+// hot: indexer_scores_sm90
+//
+//     score[i,j] = sum_h relu(q[i,h] . k[j]) scale w[i,h]      for entries j < limit_i, else -inf
+//     limit_i    = before + (phase + i) / ratio, at most the number of entries
+//
+// Entries are the rows of the products and heads their columns: the sum over heads then stays inside a thread, plus one
+// exchange in its quad. Entries are the A operand and live in registers; queries stream through shared memory, where
+// they are the B operand as they lie in memory (K-major).
+//
+// Grid: persistent, one block a multiprocessor. An item is a block of ENTRIES entries by `block_queries` queries; items
+//   are numbered query block by query block, and block i takes the items i, i + grid, ...: multiprocessors that run side
+//   by side read the same queries, so that each query comes from memory once. Items without a visible pair do not exist.
+// Block: GROUPS warpgroups, each TILES tiles of 64 entries (tile t of group g is number t GROUPS + g, so that a block cut
+//   by the causal limit still occupies all groups), and four more warps: one starts copies, one brings weights and
+//   limits, two write -inf where no item reaches.
+// Shared memory (dynamic): entries of the item [E/64][ENTRIES][64], STAGES of 128 (query, head) rows [E/64][128][64], all
+//   128-byte swizzled; then weights times scale in the order in which threads use them, limits, the item, barriers.
+// Determinism: no atomics; a score is one sum in an order that E and the number of heads decide.
+//
+// The tensor cores are lent to one warpgroup after the other (HAND_OVER): while one multiplies, the others weigh and
+// sum. Without an order all of them would finish together and weigh together.
+//
+// Budget on one H200, S32768 P8192 I64 E128, causal: 2.2 TFLOP, 2.8 ms at 790 TFLOP/s. Per 64 entries and two queries
+// 512 clocks of tensor work; relu and product 64 each a thread, relu at half rate: 130 to 200 clocks, hidden. Queries:
+// 32 KB from L2 per 3072 clocks a multiprocessor, 2.4 TB/s in all. 1.07 GB of scores: 0.25 ms of memory, hidden.
+#ifndef ELEMENT
+#define ELEMENT BFloat16
+#endif
+#include "common_hopper.cuh"
+
+#ifndef INDEX_DIM
+#define INDEX_DIM 128
+#endif
+#ifndef HEADS
+#define HEADS 64
+#endif
+#ifndef GROUPS
+#define GROUPS 3
+#endif
+#ifndef TILES
+#define TILES 2
+#endif
+#ifndef STAGES
+#define STAGES 3
+#endif
+#ifndef HAND_OVER
+#define HAND_OVER 1  // instructions of a product that are still to be issued when the next warpgroup may begin; -1: no order
+#endif
+typedef ELEMENT Element;
+typedef Element::storage element;
+
+static const int THREADS = GROUPS * 128 + 128, ENTRIES = GROUPS * TILES * 64;
+static const int QUERIES = 128 / HEADS;               // of a stage
+static const bool ORDERED = HAND_OVER >= 0;
+static const int CHUNKS = INDEX_DIM / 64, STEPS = INDEX_DIM / 16;
+static const int KEPT = QUERIES > 1 ? QUERIES / 2 : 1;  // sums that a lane stores
+static const int QUAD_WEIGHTS = HEADS / 4 + 4;        // floats of a lane of a quad; four more keep the banks apart
+static const u32 K_CHUNK = ENTRIES * 128, Q_CHUNK = 128 * 128, Q_BYTES = CHUNKS * Q_CHUNK;
+static const u32 W_BYTES = QUERIES * 4 * QUAD_WEIGHTS * 4;
+static const u32 AT_Q = CHUNKS * K_CHUNK, AT_W = AT_Q + STAGES * Q_BYTES, AT_LIMIT = AT_W + STAGES * W_BYTES;
+static const u32 AT_ITEM = (AT_LIMIT + STAGES * QUERIES * 4 + 15) / 16 * 16, AT_BARS = AT_ITEM + 16;
+static const int BAR_K_FULL = 0, BAR_K_FREE = 1, BAR_FULL = 2, BAR_FREE = BAR_FULL + STAGES, BARS = BAR_FREE + STAGES;
+static const u32 SHARED = AT_BARS + BARS * 8;
+#ifdef SHARED_BYTES
+static_assert(SHARED == SHARED_BYTES, "what cuda_sm90.py asks for");
+#endif
+static const int LAUNCHED = 65536 / THREADS / 8 * 8;  // registers a thread has at the start
+static const int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 40;
+static const int MOST_REGISTERS = (LAUNCHED * (GROUPS + 1) - PRODUCER_REGISTERS) / GROUPS / 8 * 8;
+static const int CONSUMER_REGISTERS = MOST_REGISTERS < 240 ? MOST_REGISTERS : 240;
+#define MINUS_INFINITY __int_as_float(0xff800000)
+
+DEVICE u32 load_u32(u32 from) {
+    u32 v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+    return v;
+}
+DEVICE void store_u32(u32 to, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory"); }
+DEVICE float relu(float x) {  // keeps NaN
+    float y;
+    asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// d[64 x 128] = or += A[64 x 16] B[16 x 128]: A in registers, B from shared memory, K-major.
+#define D8(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
+#define D64(c) D8(c, 0), D8(c, 8), D8(c, 16), D8(c, 24), D8(c, 32), D8(c, 40), D8(c, 48), D8(c, 56)
+#define WGMMA_N128(ACCUMULATE)                                                                                     \
+    "{\n.reg .pred p;\nsetp.ne.b32 p, " ACCUMULATE ", 0;\n"                                                        \
+    "wgmma.mma_async.sync.aligned.m64n128k16.f32." ELEMENT_PTX "." ELEMENT_PTX " {"                                \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                       \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                             \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                             \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"                               \
+    "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}\n"
+#define WRITTEN(x) "=f"(x)
+#define CHANGED(x) "+f"(x)
+DEVICE void wgmma_m64n128k16_rs_first(float (&d)[64], const u32 (&a)[4], u64 b) {
+    asm volatile(WGMMA_N128("0") : D64(WRITTEN) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+DEVICE void wgmma_m64n128k16_rs(float (&d)[64], const u32 (&a)[4], u64 b) {
+    asm volatile(WGMMA_N128("1") : D64(CHANGED) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+struct Call {
+    const TensorMap *q_map, *k_map;
+    const void* weights;
+    float* out;
+    i64 w_stride_b, w_stride_s, w_stride_h;
+    u32 before, phase, ratio, step, step_part;  // step, step_part: block_queries / ratio and the rest
+    int batch, queries, heads, entries, block_queries, weight_type, fill;
+    float scale;
+};
+
+// limit_i = before + (phase + i) / ratio: how many entries query i of a batch row sees
+DEVICE int limit_of(const Call& p, int i) { return (int)min(p.before + (p.phase + (u32)i) / p.ratio, (u32)p.entries); }
+
+// The walk along this block's items. Divisions take long where many query blocks lie between two items, so the limit
+// of the last query of a block is carried along: sight + part / ratio entries without `before`.
+struct Walk {
+    int b, q0;   // the query block
+    int number;  // the item's number among those of its query block
+    u32 sight, part;
+};
+
+// Items of the walk's query block: how many entry blocks its last query sees.
+DEVICE int items_of(const Call& p, const Walk& walk) {
+    const u32 limit = p.queries - walk.q0 > p.block_queries ? min(p.before + walk.sight, (u32)p.entries) : limit_of(p, p.queries - 1);
+    return (limit + (u32)(ENTRIES - 1)) / ENTRIES;
+}
+DEVICE void start_row(const Call& p, Walk& walk) {
+    walk.q0 = 0;
+    const u32 last = p.phase + (u32)p.block_queries - 1;
+    walk.sight = last / p.ratio, walk.part = last % p.ratio;
+}
+DEVICE bool settle(const Call& p, Walk& walk) {  // moves to the item's query block; false behind the last item
+    while (true) {
+        const int items = items_of(p, walk);
+        if (walk.number < items) return true;
+        walk.number -= items;
+        if (p.queries - walk.q0 > p.block_queries) {
+            walk.q0 += p.block_queries;
+            walk.sight += p.step, walk.part += p.step_part;
+            if (walk.part >= p.ratio) walk.sight++, walk.part -= p.ratio;
+        } else {
+            if (++walk.b == p.batch) return false;
+            start_row(p, walk);
+        }
+    }
+}
+DEVICE bool start_walk(const Call& p, Walk& walk) {
+    walk.b = 0;
+    walk.number = blockIdx.x;
+    start_row(p, walk);
+    return settle(p, walk);
+}
+DEVICE bool next_item(const Call& p, Walk& walk) {
+    int blocks;
+    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));  // volatile: registers are too few to keep it in one
+    walk.number += blocks;
+    return settle(p, walk);
+}
+DEVICE int stages_of(const Call& p, const Walk& walk) {
+    return (min(p.block_queries, p.queries - walk.q0) + QUERIES - 1) / QUERIES;
+}
+
+// ---- Copies: one thread --------------------------------------------------------------------------------
+
+DEVICE void copy_thread(const Call& p, u32 shared, u32 bars) {
+    int stage = 0;
+    u32 parity = 1, k_parity = 1;
+    Walk walk;
+    for (bool more = start_walk(p, walk); more; more = next_item(p, walk)) {
+        const int row0 = walk.number * ENTRIES, stages = stages_of(p, walk);
+        bar_wait(bars + BAR_K_FREE * 8, k_parity);
+        k_parity ^= 1;
+        store_u32(shared + AT_ITEM, row0);
+        store_u32(shared + AT_ITEM + 4, walk.q0);
+        store_u32(shared + AT_ITEM + 8, walk.b);
+        store_u32(shared + AT_ITEM + 12, stages);
+        const int tiles = min(GROUPS * TILES, (p.entries - row0 + 63) / 64);  // entries beyond arrive as zeros
+        bar_arrive_expecting(bars + BAR_K_FULL * 8, tiles * CHUNKS * 8192);
+#pragma unroll 1
+        for (int t = 0; t < tiles; t++)
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++)
+                load_box(shared + c * K_CHUNK + t * 8192, p.k_map, c * 64, row0 + t * 64, walk.b, 0, bars + BAR_K_FULL * 8);
+#pragma unroll 1
+        for (int s = 0; s < stages; s++) {
+            bar_wait(bars + (BAR_FREE + stage) * 8, parity);
+            bar_arrive_expecting(bars + (BAR_FULL + stage) * 8, Q_BYTES);
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++)
+                load_box(shared + AT_Q + stage * Q_BYTES + c * Q_CHUNK, p.q_map, c * 64, 0, walk.q0 + s * QUERIES, walk.b,
+                         bars + (BAR_FULL + stage) * 8);
+            if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+    }
+    bar_wait(bars + BAR_K_FREE * 8, k_parity);
+    store_u32(shared + AT_ITEM + 12, 0);  // no further item
+    bar_arrive(bars + BAR_K_FULL * 8);
+}
+
+// ---- Weights and limits: one warp ----------------------------------------------------------------------
+
+DEVICE float load_weight(const Call& p, i64 at) {
+    if (p.weight_type == 0) return __ldg((const float*)p.weights + at);
+    const u16 bits = __ldg((const u16*)p.weights + at);
+    return p.weight_type == 1 ? BFloat16::load(&bits) : Float16::load(&bits);
+}
+
+DEVICE void weight_warp(const Call& p, u32 shared, u32 bars, int lane) {
+    const int n = lane * 4 / HEADS;  // this lane's query of a stage; it brings four heads from h on
+    const u32 to = shared + AT_W + ((n * 4 + (lane & 1) * 2) * QUAD_WEIGHTS + lane % (HEADS / 4) / 2 * 2) * 4;
+    u32 ring = 1;  // twice the stage, plus its parity: registers are few
+    Walk walk;
+    for (bool more = start_walk(p, walk); more; more = next_item(p, walk)) {
+        const int end = min(p.queries - walk.q0, p.block_queries) + walk.q0;
+        int h = lane * 4 % HEADS;
+        asm volatile("" : "+r"(h));  // anew for every item: registers are too few for what the compiler would keep
+        i64 from = walk.b * p.w_stride_b + (walk.q0 + n) * p.w_stride_s + h * p.w_stride_h;
+#pragma unroll 1
+        for (int i0 = walk.q0; i0 < end; i0 += QUERIES, from += QUERIES * p.w_stride_s) {
+            float w[4];  // asked for before the stage is free
+#pragma unroll
+            for (int u = 0; u < 4; u++)
+                w[u] = i0 + n < end && h + u < p.heads ? load_weight(p, from + u * p.w_stride_h) : 0.f;
+            bar_wait(bars + (BAR_FREE + (ring >> 1)) * 8, ring & 1);
+#pragma unroll
+            for (int u = 0; u < 4; u++)
+                store_u32(to + (ring >> 1) * W_BYTES + ((u >> 1) * QUAD_WEIGHTS + (u & 1)) * 4, __float_as_uint(__fmul_rn(w[u], p.scale)));
+            if (lane < QUERIES)  // -1: there is no such query
+                store_u32(shared + AT_LIMIT + ((ring >> 1) * QUERIES + lane) * 4, i0 + lane < end ? limit_of(p, i0 + lane) : -1);
+            __syncwarp();
+            if (lane == 0) bar_arrive(bars + (BAR_FULL + (ring >> 1)) * 8);
+            ring += 2;
+            if (ring >= 2 * STAGES) ring = (ring & 1) ^ 1;
+        }
+    }
+}
+
+// ---- -inf where no item reaches: two warps -------------------------------------------------------------
+
+DEVICE void fill_warp(const Call& p, int number, int lane) {
+    const float4 four = make_float4(MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY);
+    int q0 = blockIdx.x * 2 + number;  // the query, behind whole batch rows
+#pragma unroll 1
+    for (int b = 0; b < p.batch; b++, q0 -= p.queries) {
+#pragma unroll 1
+        for (; q0 < p.queries; q0 += gridDim.x * 2) {
+            const int last = min(p.queries - q0 / p.block_queries * p.block_queries, p.block_queries) + q0 / p.block_queries * p.block_queries - 1;
+            const u32 from = ((u32)limit_of(p, last) + ENTRIES - 1) / ENTRIES * ENTRIES;
+            if (from >= (u32)p.entries) continue;
+            float* to = p.out + ((i64)b * p.queries + q0) * p.entries + from;
+            int left = p.entries - (int)from;
+            const int head = min(left, (int)(-(u32)(u64)to >> 2 & 3));  // up to 16 bytes
+            if (lane < head) to[lane] = MINUS_INFINITY;
+            to += head, left -= head;
+#pragma unroll 1
+            for (int j = lane; j < left / 4; j += 32) ((float4*)to)[j] = four;
+            if (lane < (left & 3)) to[left / 4 * 4 + lane] = MINUS_INFINITY;
+        }
+    }
+}
+
+// ---- Products and sums: GROUPS warpgroups --------------------------------------------------------------
+
+DEVICE void wait_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(group + 1) : "memory"); }
+DEVICE void pass_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"((group + 1) % GROUPS + 1) : "memory"); }
+
+// logits of 64 entries with a stage's (query, head) rows
+DEVICE void multiply_tile(float (&d)[64], const u32 (&a)[STEPS][4], u32 queries, int group) {
+    const u64 b = operand(queries, 16, 1024);
+    wgmma_begin();
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+        const u64 at = b + (((i >> 2) * Q_CHUNK + (i & 3) * 32) >> 4);
+        if (i == 0) wgmma_m64n128k16_rs_first(d, a[0], at);
+        else wgmma_m64n128k16_rs(d, a[i], at);
+        if (ORDERED && i == STEPS - 1 - HAND_OVER) pass_turn(group);
+    }
+    wgmma_end();
+    wgmma_wait();
+}
+
+// sum_h relu(logit) w of this thread's heads, then of the quad: lane t of a quad keeps row (t & 1) * 8 of queries
+// 2 m + (t >> 1), or of the only query.
+DEVICE void weigh(float (&kept)[KEPT], const float (&d)[64], u32 weights, int lane) {
+    float sums[QUERIES][2];
+#pragma unroll
+    for (int n = 0; n < QUERIES; n++) {
+        float part[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
+#pragma unroll
+        for (int v = 0; v < HEADS / 16; v++) {
+            float w[4];
+            asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                         : "=f"(w[0]), "=f"(w[1]), "=f"(w[2]), "=f"(w[3])
+                         : "r"(weights + (n * 4 * QUAD_WEIGHTS + v * 4) * 4)
+                         : "memory");
+#pragma unroll
+            for (int x = 0; x < 4; x++) {
+                const int at = (n * HEADS / 8 + v * 2 + (x >> 1)) * 4 + (x & 1);
+                part[0][x & 1] = __fmaf_rn(relu(d[at]), w[x], part[0][x & 1]);
+                part[1][x & 1] = __fmaf_rn(relu(d[at + 2]), w[x], part[1][x & 1]);
+            }
+        }
+        sums[n][0] = part[0][0] + part[0][1], sums[n][1] = part[1][0] + part[1][1];
+    }
+    const bool odd = lane & 1, high = lane & 2;
+#pragma unroll
+    for (int n = 0; n < QUERIES; n++) {
+        const float other = __shfl_xor_sync(FULL_WARP, odd ? sums[n][0] : sums[n][1], 1);
+        sums[n][0] = (odd ? sums[n][1] : sums[n][0]) + other;
+    }
+    if (QUERIES == 1) kept[0] = sums[0][0] + __shfl_xor_sync(FULL_WARP, sums[0][0], 2);
+#pragma unroll
+    for (int m = 0; m < QUERIES / 2; m++) {
+        const float other = __shfl_xor_sync(FULL_WARP, high ? sums[2 * m][0] : sums[2 * m + 1][0], 2);
+        kept[m] = (high ? sums[2 * m + 1][0] : sums[2 * m][0]) + other;
+    }
+}
+
+DEVICE void score_group(const Call& p, u32 shared, u32 bars, int group, int thread) {
+    const int lane = thread & 31, warp = thread >> 5;
+    int stage = 0;
+    u32 parity = 0;  // bit 0 of the stages, bit 1 of the entries
+    if (ORDERED && group == GROUPS - 1) pass_turn(group);
+    while (true) {
+        bar_wait(bars + BAR_K_FULL * 8, parity >> 1);
+        parity ^= 2;
+        const int row0 = load_u32(shared + AT_ITEM), q0 = load_u32(shared + AT_ITEM + 4), b = load_u32(shared + AT_ITEM + 8);
+        const int stages = load_u32(shared + AT_ITEM + 12);
+        if (stages == 0) break;
+        u32 a[TILES][STEPS][4];
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+#pragma unroll
+            for (int i = 0; i < STEPS; i++) {
+                const int r = (t * GROUPS + group) * 64 + warp * 16 + (lane & 15);
+                const u32 from = shared + (i >> 2) * K_CHUNK + r * 128 + ((((i & 3) * 2 + (lane >> 4)) ^ (r & 7)) << 4);
+                asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                             : "=r"(a[t][i][0]), "=r"(a[t][i][1]), "=r"(a[t][i][2]), "=r"(a[t][i][3])
+                             : "r"(from)
+                             : "memory");
+            }
+        __syncwarp();
+        if (lane == 0) bar_arrive(bars + BAR_K_FREE * 8);
+        // Where this lane writes: its entry of tile 0, its query of stage 0.
+        const int query = QUERIES > 1 ? (lane >> 1) & 1 : 0;
+        const int mine = group * 64 + warp * 16 + (lane >> 2) + (lane & 1) * 8;
+        float* to = p.out + ((i64)b * p.queries + q0 + query) * p.entries + row0 + mine;
+#pragma unroll 1
+        for (int s = 0; s < stages; s++) {
+            bar_wait(bars + (BAR_FULL + stage) * 8, parity & 1);
+            const u32 at_limits = shared + AT_LIMIT + stage * QUERIES * 4;
+            int most = -1;
+#pragma unroll
+            for (int n = 0; n < QUERIES; n++) most = max(most, (int)load_u32(at_limits + n * 4));
+            const u32 weights = shared + AT_W + stage * W_BYTES + (lane & 3) * QUAD_WEIGHTS * 4;
+#pragma unroll
+            for (int t = 0; t < TILES; t++) {
+                const bool seen = (t * GROUPS + group) * 64 < most - row0;
+                float kept[KEPT];
+                if (ORDERED) wait_turn(group);
+                if (seen) {
+                    float d[64];
+                    multiply_tile(d, a[t], shared + AT_Q + stage * Q_BYTES, group);
+                    if (p.heads < HEADS) {  // a head that does not exist adds nothing: its 0 * inf is NaN
+#pragma unroll
+                        for (int x = 0; x < 64; x++)
+                            if ((x >> 2) % (HEADS / 8) * 8 + (lane & 3) * 2 + (x & 1) >= p.heads) d[x] = 0.f;
+                    }
+                    weigh(kept, d, weights, lane);
+                } else if (ORDERED) {
+                    pass_turn(group);
+                }
+                const int entry = t * GROUPS * 64 + mine;  // of the item
+                if (entry < p.entries - row0 && (seen || p.fill)) {
+#pragma unroll
+                    for (int m = 0; m < KEPT; m++) {
+                        const int limit = load_u32(at_limits + (m * 2 + query) * 4);
+                        if (limit >= 0 && (QUERIES > 1 || !(lane & 2)))
+                            to[(i64)m * 2 * p.entries + t * GROUPS * 64] = seen && entry < limit - row0 ? kept[m] : MINUS_INFINITY;
+                    }
+                }
+            }
+            __syncwarp();
+            if (lane == 0) bar_arrive(bars + (BAR_FREE + stage) * 8);
+            to += (i64)QUERIES * p.entries;
+            if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+    }
+}
+
+// ---- Kernel --------------------------------------------------------------------------------------------
+
+// q_map: q as [B][S][heads][E], boxes of QUERIES by HEADS by 64 columns; k_map: entries as [1][B][P][E], boxes of 64 by 64
+// columns; 128-byte swizzled. Strides of the weights in elements; weight_type 0 float32, 1 bfloat16, 2 float16. out
+// [B][S][P]. phase < 2^31; step, step_part:
+// block_queries / ratio and the rest. block_queries: a multiple of QUERIES. fill: write -inf where nobody looks.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) indexer_scores_sm90(
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const void* weights, float* out, i64 w_stride_b,
+    i64 w_stride_s, i64 w_stride_h, u32 before, u32 phase, u32 ratio, u32 step, u32 step_part, int batch, int queries, int heads, int entries, int block_queries,
+    int weight_type, int fill, float scale) {
+    extern __shared__ __align__(1024) unsigned char dynamic[];
+    const u32 shared = (u32)__cvta_generic_to_shared(dynamic), bars = shared + AT_BARS;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const Call p = {&q_map, &k_map, weights, out, w_stride_b, w_stride_s, w_stride_h, before, phase, ratio, step, step_part,
+                    batch, queries, heads, entries, block_queries, weight_type, fill, scale};
+    if (threadIdx.x == 0) {
+        bar_init(bars + BAR_K_FULL * 8, 1);
+        bar_init(bars + BAR_K_FREE * 8, GROUPS * 4);
+        for (int i = 0; i < STAGES; i++) bar_init(bars + (BAR_FULL + i) * 8, 2);
+        for (int i = 0; i < STAGES; i++) bar_init(bars + (BAR_FREE + i) * 8, GROUPS * 4);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();  // barriers are initialised before anyone uses them
+    if (warp < GROUPS * 4) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+        score_group(p, shared, bars, warp >> 2, threadIdx.x & 127);
+    } else {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        if (warp == GROUPS * 4) {
+            if (lane == 0) copy_thread(p, shared, bars);
+        } else if (warp == GROUPS * 4 + 1) {
+            weight_warp(p, shared, bars, lane);
+        } else if (fill) {
+            fill_warp(p, warp & 1, lane);
+        }
+    }
+}
