@@ -40,9 +40,9 @@ static const int GROUPS = 16 / HEAD_BLOCKS;  // of 8 columns, that a product war
 #ifndef ORDER
 #define ORDER 0
 #endif
-static const int ID_STAGES = DETERMINISTIC ? 4 : 8, GATHER_WARPS = 3, THREADS = 512;
+static const int ID_STAGES = 4, GATHER_WARPS = 3, THREADS = 512;
 #ifndef SR
-#define SR 128
+#define SR (DETERMINISTIC && HEAD_BLOCKS == 1 ? 128 : 136)
 #define PR 168
 #endif
 static const int SCORE_REGISTERS = SR, PRODUCT_REGISTERS = PR, PRODUCER_REGISTERS = 512 - SR - 2 * PR;
@@ -51,8 +51,8 @@ static const u32 X_CHUNK = 2 * HEADS * 128, X_BYTES = 4 * X_CHUNK;     // the sa
 static const u32 BOX = OWN_HEADS * 128, P_TILE = SLOTS * HEADS * 2, SENT_BYTES = SLOTS * HEADS * 4;
 static const u32 AT_KEYS = Q_STAGES * X_BYTES, AT_DS = AT_KEYS + STAGES * KEY_BYTES;  // P behind dS
 static const u32 AT_SENT = AT_DS + P_STAGES * 2 * P_TILE, AT_TRADE = AT_SENT + SENT_BYTES, TRADE_BYTES = SLOTS * 64 * 4;
-static const u32 AT_IDS = AT_TRADE + (HEAD_BLOCKS - 1) * 2 * TRADE_BYTES, AT_ID_META = AT_IDS + 8 * SLOTS * 4;
-static const u32 AT_FACTORS = AT_IDS + 4 * SLOTS * 4, AT_KEY_META = AT_ID_META + ID_STAGES * 4, AT_HEADS = (AT_KEY_META + STAGES * 4 + 15) / 16 * 16;
+static const u32 AT_IDS = AT_TRADE + (HEAD_BLOCKS - 1) * 2 * TRADE_BYTES, AT_ID_META = AT_IDS + 2 * ID_STAGES * SLOTS * 4;
+static const u32 AT_FACTORS = AT_IDS + ID_STAGES * SLOTS * 4, AT_KEY_META = AT_ID_META + ID_STAGES * 4, AT_HEADS = (AT_KEY_META + STAGES * 4 + 15) / 16 * 16;
 static const u32 AT_BARS = AT_HEADS + Q_STAGES * OWN_HEADS * 8;  // after L and delta of this block's heads
 static const int BAR_X_FULL = 0, BAR_X_FREE = BAR_X_FULL + Q_STAGES, BAR_KEY_FULL = BAR_X_FREE + Q_STAGES;
 static const int BAR_KEY_FREE = BAR_KEY_FULL + STAGES, BAR_ID_FULL = BAR_KEY_FREE + STAGES, BAR_ID_FREE = BAR_ID_FULL + ID_STAGES;
@@ -104,9 +104,7 @@ struct Call {
     i64 kv_stride_b, kv_stride_k;
     int queries, heads, keys, slots, groups, items, key_first, key_last, parts;
     float scale, scale2;
-    u32 rank, half;      // of the block in its cluster; of the columns
-    int head_block;
-    int first, step;     // the cluster's items: first, first + step, ...
+    int step;  // the cluster's items: first(), first() + step, ...
     DEVICE int query(int item) const {
         const int n = item / groups;
 #if ORDER == 1
@@ -117,7 +115,15 @@ struct Call {
         return n;
 #endif
     }
-    DEVICE int first_head(int item) const { return (item % groups * HEAD_BLOCKS + head_block) * HEADS; }
+    // Read again at each use: few registers outlive the split into roles.
+    DEVICE int first() const {
+        int block;
+        asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+        return block / CLUSTER;
+    }
+    DEVICE u32 half() const { return cluster_rank() & 1; }  // of the columns
+    DEVICE int head_block() const { return HEAD_BLOCKS > 1 ? cluster_rank() >> 1 : 0; }
+    DEVICE int first_head(int item) const { return (item % groups * HEAD_BLOCKS + head_block()) * HEADS; }
 };
 
 // threadIdx.x, read again so that nothing derived from it is kept across roles.
@@ -138,7 +144,7 @@ DEVICE void load_heads(const Call& p, u32 to, u32 bar, int item) {
     bar_arrive_expecting(bar, X_BYTES);
 #pragma unroll 1
     for (int c = 0; c < 4; c++, to += X_CHUNK) {
-        const int column = p.half * HALF + (c ^ p.head_block) * 64, own = h0 + p.half * OWN_HEADS, other = h0 + (1 - p.half) * OWN_HEADS;
+        const int column = p.half() * HALF + (c ^ p.head_block()) * 64, own = h0 + p.half() * OWN_HEADS, other = h0 + (1 - p.half()) * OWN_HEADS;
         load_box(to, p.q_map, column, own, s, b, bar);
         load_box(to + BOX, p.grad_out_map, column, own, s, b, bar);
         load_box(to + 2 * BOX, p.q_map, column, other, s, b, bar);
@@ -149,7 +155,7 @@ DEVICE void load_heads(const Call& p, u32 to, u32 bar, int item) {
 static const int AHEAD = DETERMINISTIC ? 2 : 4;  // warp-wide reads of ids on their way
 // All of an item that its scores need but keys, once the place is free. One warp.
 DEVICE void load_item(const Call& p, u32 shared, u32 bars, int item, int x_stage, u32 free_parity, int lane) {
-    const int head = p.first_head(item) + p.half * OWN_HEADS + lane;
+    const int head = p.first_head(item) + p.half() * OWN_HEADS + lane;
     const i64 at = (i64)p.query(item) * p.heads + head;
     const float total = head < p.heads ? __ldg(p.log2_total + at) : INFINITE;  // p of a head that does not exist is 0
     const float delta = head < p.heads ? __ldg(p.delta + at) : 0.f;
@@ -166,7 +172,7 @@ DEVICE void index_warp(const Call& p, u32 shared, u32 bars) {
     const int lane = fresh_thread() & 31;
     int stage = 0, x_stage = 0;
     u32 parity = 1, x_parity = 1;
-    for (int item = p.first; item < p.items; item += p.step) {
+    for (int item = p.first(); item < p.items; item += p.step) {
         const int* row = p.ids + (i64)p.query(item) * p.slots;
 #if DETERMINISTIC
         const int* exponents = p.exponents + (i64)(p.query(item) / p.queries) * p.keys;
@@ -180,7 +186,7 @@ DEVICE void index_warp(const Call& p, u32 shared, u32 bars) {
 #if PREFETCH
         if (lane < 16 && item + p.step < p.items) {
             const int query = p.query(item + p.step), h0 = p.first_head(item + p.step) + (lane >> 1 & 1) * OWN_HEADS;
-            prefetch_box(lane & 1 ? p.q_map : p.grad_out_map, p.half * HALF + (lane >> 2) * 64, h0, query % p.queries, query / p.queries);
+            prefetch_box(lane & 1 ? p.q_map : p.grad_out_map, p.half() * HALF + (lane >> 2) * 64, h0, query % p.queries, query / p.queries);
         }
 #endif
         if (++x_stage == Q_STAGES) x_stage = 0, x_parity ^= 1;
@@ -233,8 +239,8 @@ DEVICE void gather_warp(const Call& p, u32 shared, u32 bars, int warp) {
     int stage = 0, id_stage = 0;
     u32 parity = 1, id_parity = 0;
     Clock clock(shared, warp == 0 && lane == 0);
-    for (int item = p.first; item < p.items; item += p.step) {
-        const element* kv = p.kv + p.query(item) / p.queries * p.kv_stride_b + p.half * HALF + lane * 8;
+    for (int item = p.first(); item < p.items; item += p.step) {
+        const element* kv = p.kv + p.query(item) / p.queries * p.kv_stride_b + p.half() * HALF + lane * 8;
         bool more = true;
         while (more) {
             wait(bars + (BAR_ID_FULL + id_stage) * 8, id_parity);
@@ -243,7 +249,7 @@ DEVICE void gather_warp(const Call& p, u32 shared, u32 bars, int warp) {
             wait(bars + (BAR_KEY_FREE + stage) * 8, parity);
             clock.read(1);
             const u32 ids = shared + AT_IDS + id_stage * SLOTS * 4;
-            const u32 tile = shared + AT_KEYS + stage * KEY_BYTES + ((lane >> 3) ^ p.head_block) * KEY_CHUNK + ((lane & 7) << 4);
+            const u32 tile = shared + AT_KEYS + stage * KEY_BYTES + ((lane >> 3) ^ p.head_block()) * KEY_CHUNK + ((lane & 7) << 4);
             const int count = meta & 0xffff;
 #pragma unroll 1
             for (int i = warp * 8; i < SLOTS; i += GATHER_WARPS * 8) {
@@ -350,11 +356,11 @@ DEVICE void finish_scores(const Call& p, float (&s)[32], u32 shared, u32 there, 
 // The scores of the next block run while this one's are finished; not across items, whose Q and dO take the same place.
 DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars) {
     const int thread = fresh_thread();
-    u32 there = remote(shared, p.rank ^ 1);
+    u32 there = remote(shared, cluster_rank() ^ 1);
     int stage = 0, x_stage = 0, p_stage = 0;
     u32 parity = 0, x_parity = 0, p_parity = 0, turn = 0;  // turn: of the buffers with one stage: the parity of the block's number
     Clock clock(shared, thread == 0);
-    for (int item = p.first; item < p.items; item += p.step) {
+    for (int item = p.first(); item < p.items; item += p.step) {
         const u32 x = shared + x_stage * X_BYTES, heads = shared + AT_HEADS + x_stage * OWN_HEADS * 8;
         float own[32], other[32], s[32];
         u32 meta = 0;
@@ -555,7 +561,7 @@ DEVICE void store_columns(const float (&o)[64], element* row0, element* row1, in
 #if HEAD_BLOCKS > 1
 // Sums over both blocks of heads: this block keeps the first 64 of its 128 columns, the other the last, which are its first.
 DEVICE void trade(const Call& p, float (&dkv)[64], u32 shared, u32 bars, int columns, u32 turn, int thread) {
-    u32 there = remote(shared, p.rank ^ 2);
+    u32 there = remote(shared, cluster_rank() ^ 2);
     asm volatile("" : "+r"(there));  // what is computed from it is not kept across blocks
     const u32 full = (BAR_TRADE_FULL + columns) * 8, free = (BAR_TRADE_FREE + columns) * 8;
     const u32 at = AT_TRADE + columns * TRADE_BYTES + thread * 16;
@@ -577,7 +583,7 @@ DEVICE void trade(const Call& p, float (&dkv)[64], u32 shared, u32 bars, int col
 DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns) {
     const int thread = fresh_thread() & 127;
     const int lane = thread & 31, row = (thread >> 5) * 16 + (lane >> 2);
-    const u32 p_free_there = remote(bars + BAR_P_FREE * 8, p.rank ^ 1);
+    const u32 p_free_there = remote(bars + BAR_P_FREE * 8, cluster_rank() ^ 1);
     int stage = 0, x_stage = 0, id_stage = 0, p_stage = 0;
     u32 turn = 0, p_parity = 0;
     Clock clock(shared, thread == 0);
@@ -587,7 +593,7 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns) 
 #if TURNS
     if (columns == 1) asm volatile("bar.arrive 1, 256;" ::: "memory");
 #endif
-    for (int item = p.first; item < p.items; item += p.step) {
+    for (int item = p.first(); item < p.items; item += p.step) {
         float dq[64];
         int accumulate = 0;
         u32 meta;
@@ -631,7 +637,7 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns) 
             trade(p, dkv, shared, bars, columns, turn, thread);
             clock.read(c0 + 5);
 #endif
-            const int column = p.half * HALF + columns * 128 + p.head_block * 64;
+            const int column = p.half() * HALF + columns * 128 + p.head_block() * 64;
             if (whole && first_slot + 16 <= count) scatter<false>(p, dkv, batch, ids, count, column);
             else if (first_slot < count && p.key_first < p.key_last) scatter<true>(p, dkv, batch, ids, count, column);
             __syncwarp();  // every lane has read its ids
@@ -645,9 +651,9 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns) 
         } while (!(meta & LAST));
         if (++x_stage == Q_STAGES) x_stage = 0;
         // Rows 0..31 are this block's heads, 32..63 the other's.
-        const int h = p.first_head(item) + ((row >> 5) ^ p.half) * OWN_HEADS + (row & 31);
-        element* to = p.grad_q + ((i64)p.query(item) * p.heads + h) * HEAD_DIM + p.half * HALF + columns * 128 + p.head_block * 64 + (lane & 3) * 8;
-        if (p.parts & 1) store_columns(dq, h < p.heads ? to : nullptr, h + 8 < p.heads ? to + 8 * HEAD_DIM : nullptr, p.head_block ? -64 : 64, lane);
+        const int h = p.first_head(item) + ((row >> 5) ^ p.half()) * OWN_HEADS + (row & 31);
+        element* to = p.grad_q + ((i64)p.query(item) * p.heads + h) * HEAD_DIM + p.half() * HALF + columns * 128 + p.head_block() * 64 + (lane & 3) * 8;
+        if (p.parts & 1) store_columns(dq, h < p.heads ? to : nullptr, h + 8 < p.heads ? to + 8 * HEAD_DIM : nullptr, p.head_block() ? -64 : 64, lane);
         clock.read(c0 + 4);
     }
 }
@@ -661,10 +667,8 @@ extern "C" __global__ void __cluster_dims__(2 * HEAD_BLOCKS, 1, 1) __launch_boun
     extern __shared__ __align__(1024) unsigned char dynamic[];
     const u32 shared = (u32)__cvta_generic_to_shared(dynamic), bars = shared + AT_BARS;
     const int warp = __shfl_sync(FULL_WARP, threadIdx.x >> 5, 0), groups = (heads + HEADS * HEAD_BLOCKS - 1) / (HEADS * HEAD_BLOCKS);
-    const u32 rank = cluster_rank();
     const Call p = {&q_map, &grad_out_map, kv, ids, log2_total, delta, grad_q, sums, exponents, kv_stride_b, kv_stride_k, queries, heads, keys, slots,
-                    groups, batch * queries * groups, key_first, key_last, parts, scale, scale2, rank, rank & 1, (int)rank >> 1,
-                    (int)blockIdx.x / CLUSTER, (int)gridDim.x / CLUSTER};
+                    groups, batch * queries * groups, key_first, key_last, parts, scale, scale2, (int)gridDim.x / CLUSTER};
     if (threadIdx.x == 0) {
         for (int i = 0; i < Q_STAGES; i++) bar_init(bars + (BAR_X_FULL + i) * 8, 1), bar_init(bars + (BAR_X_FREE + i) * 8, 8);
         for (int i = 0; i < STAGES; i++) {

@@ -17,7 +17,7 @@ from .cuda_sm90 import DIM, ELEMENTS, MOST_ITEMS, _is_hopper, _multiprocessors, 
 
 FILE, FUNCTION = "sparse_attention_bwd_sm90.cu", "sparse_attention_bwd_sm90"
 HEADS, BOX_HEADS, THREADS = 64, 32, 512
-SHARED_BYTES = {1: 215584, 2: 231984}  # SHARED in the kernel, which checks it, by blocks of heads in a cluster
+SHARED_BYTES = {1: 215504, 2: 231904}  # SHARED in the kernel, which checks it, by blocks of heads in a cluster
 CLUSTERS_OF_FOUR = 30  # of 132 multiprocessors: what the parts of an H200 that share a cluster's network have room for
 
 # Every specialisation that this file launches, for the tests that compile them all.
