@@ -2,7 +2,7 @@
 
     python tests/gpu/warm.py [--jobs N]
 
-Processes that come after it load kernels in milliseconds: what several test processes side by side want. Prints what did
+Processes that come after it load kernels in milliseconds: what test processes side by side want. Prints what did
 not compile; exit status 1 then.
 """
 
