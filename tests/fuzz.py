@@ -323,6 +323,8 @@ def spread(options: argparse.Namespace) -> list[dict]:
         str(-(-options.cases // options.jobs)),
         "--raw",
     ]
+    if options.device == "cuda":  # or each process would compile every kernel that it meets first
+        subprocess.run([sys.executable, str(Path(__file__).parent / "gpu" / "warm.py")], check=False)
     running = []
     for n in range(options.jobs):
         arguments = [*base, "--seed", str(options.seed * 100 + n)]

@@ -10,6 +10,7 @@ status 1: a wrong result, or a kernel of kernels_cu/ or of a numba_cuda file tha
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 import sys
 import time
@@ -21,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import cupy
+import numpy as np
 
 from dsv4cp import _backend, _kernels
 from dsv4cp.commands import offers
@@ -62,6 +64,9 @@ def cases(name: str) -> Iterator[dict[str, Any]]:
             for dtype in ("bfloat16", "float16"):
                 yield {**INDEX, "I": heads, "T": 40, "dtype": dtype, "w dtype": dtype}
         yield {**INDEX, "T": 128, "S": 65, "P": 129}
+        if "at ids gradient" in name:
+            yield {**INDEX, "I": 64, "T": 40, "impl": "deterministic"}
+            yield {**INDEX, "I": 128, "E": 64, "T": 40, "impl": "deterministic"}
     elif name == "index top-k":
         for more in ({}, {"order": "score", "return scores": True}, {"documents": True}, {"P": 300, "topk": 64}):
             yield {**INDEX, "topk": 16, **more}
@@ -101,7 +106,7 @@ def expected() -> set[str]:
     found = set()
     for file in sorted((ROOT / "kernels_cu").glob("*.cu")):
         text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", file.read_text(encoding="utf-8"), flags=re.S)
-        text = re.sub(r"__launch_bounds__\s*\([^()]*\)", " ", text)
+        text = re.sub(r"__\w+__\s*\([^()]*\)", " ", text)  # __launch_bounds__(128)
         found |= set(re.findall(r'extern "C"\s+__global__[^;{}]*?\b(\w+)\s*\([^;{}]*\)\s*\{', text))
     if _backend.missing("numba") is None:
         for file in sorted((ROOT / "dsv4cp").glob("*/numba_cuda*.py")):
@@ -134,11 +139,31 @@ def record() -> None:
         _numba.launch = noted
 
 
+def packed_ids() -> list[str]:
+    """What packs ids for cuDNN, without cuDNN, where this version has it; what is wrong."""
+    if importlib.util.find_spec("dsv4cp.sparse_attention.cuda_pack") is None:
+        return []
+    from dsv4cp.sparse_attention import contract, cuda_pack
+
+    wrong, width = [], 128
+    for wide in (False, True):
+        ids = np.random.default_rng(0).integers(-9, 99, (2, 3, 70)).astype(np.int64 if wide else np.int32)
+        q, kv = np.zeros((2, 3, 1, 64), np.float32), np.zeros((2, 90, 64), np.float32)
+        spec = contract.check(q, kv, np.zeros(1, np.float32), ids, 1.0)
+        given, flat, lengths = cupy.asarray(ids), cupy.empty((6, width), np.int32), cupy.empty(6, np.int32)
+        cuda_pack.launch_pack_ids(given.data.ptr, flat.data.ptr, lengths.data.ptr, spec, width, wide=wide)
+        for row, (got, n) in enumerate(zip(flat.get().tolist(), lengths.get().tolist(), strict=True)):
+            want = [int(x) + row // 3 * 90 for x in ids[row // 3, row % 3] if 0 <= x < 90]
+            if n != len(want) or got != want + [-1] * (width - n):
+                wrong.append(f"packed ids, wide {wide}, row {row}: {got[:n]}")
+    return wrong
+
+
 def main() -> int:
     start = time.perf_counter()
     cupy.cuda.set_allocator(None)
     record()
-    wrong, refused, done = [], Counter(), 0
+    wrong, refused, done = packed_ids(), Counter(), 0
     offered = dict(offers.ops())
     for name, op in OPS.items():
         for backend in offered.get(op.functions["array"], ()):

@@ -89,7 +89,10 @@ class AttentionOp(Op):
         sinks = self._sinks(case, h, device)
         if case["selected NaN"] or case.get("g NaN") == "one query":  # 0 and NaN have both been promised there
             sinks = torch.where(sinks > 50, 2.0, sinks)
-        held = {"q": hold(q, case["q layout"], 0xFF), "kv": hold(kv, case["kv layout"], 0xFF)}
+        kv_layout = case["kv layout"]
+        if kv_layout == "stride 0" and case["unselected"] != "plain":
+            kv_layout = "contiguous"  # rows that one batch row does not select, another one may
+        held = {"q": hold(q, case["q layout"], 0xFF), "kv": hold(kv, kv_layout, 0xFF)}
         held |= {"sinks": hold(sinks, "contiguous", 0xFF), "ids": held_ids}
         if self.gradient:
             g = floats(seed, "g", (b, s, h, d), case["dtype"], case["g values"], device)

@@ -132,8 +132,10 @@ class ScoresOp(Op):
     @staticmethod
     def _scale(case: dict) -> float:
         """A power of two for integers, whose scores are then exact."""
-        scale = case["E"] ** -0.5
-        return case["scale"] * (2.0 ** round(math.log2(scale)) if case["values"] == "integers" else scale)
+        scale = case["scale"] * case["E"] ** -0.5
+        if case["values"] != "integers" or scale == 0.0:
+            return scale
+        return math.copysign(2.0 ** round(math.log2(abs(scale))), scale)
 
     def run(self, way: Way, case: dict, held: dict[str, Held | None]) -> list[Any]:
         arrays = [way.give(held[n]) for n in ("q", "k", "w")]

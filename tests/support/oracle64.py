@@ -52,7 +52,7 @@ class Attention:
     def __init__(self, q, kv, sinks, ids, scale: float, half: torch.dtype | None = None) -> None:
         self.dtype, self.kv_dtype, self.sinks_dtype, self.scale = q.dtype, kv.dtype, sinks.dtype, scale
         kind = name(kv.dtype if half is None else half)
-        self.unit, self.acc = UNIT[kind], ACC[compute(q, kv)]
+        self.unit, self.base = UNIT[kind], ACC[compute(q, kv)]
         self.least = LEAST[kind] if kind == "float16" else 0.0
         if ids.shape[2] == 0:
             ids = torch.full((*ids.shape[:2], 1), -1, dtype=torch.int64, device=ids.device)
@@ -70,9 +70,9 @@ class Attention:
         self.mask = self.valid[:, :, None, :]
         self.scores = torch.where(self.mask, self.q @ self.across * scale, -INF)  # [B, S, H, T]
         size = torch.where(self.mask, self.q.abs() @ self.across.abs() * abs(scale), 0.0)
-        self.off = (2 * self.acc * size.amax(3, keepdim=True)).nan_to_num(0.0)  # error of a score
+        self.off = (2 * self.base * size.amax(3, keepdim=True)).nan_to_num(0.0)  # error of a score
         self.drift = self.off.clamp(max=1.0)  # relative error of its exponential
-        self.acc *= 1 + max(ids.shape[2], ids.shape[0] * ids.shape[1], q.shape[2]) / SHORT  # from here on: of long sums
+        self.acc = self.base * (1 + max(ids.shape[2], ids.shape[0] * ids.shape[1], q.shape[2]) / SHORT)
         top = self.scores.amax(3, keepdim=True)
         self.top = torch.where(top == -INF, 0.0, top)
         p = torch.exp(self.scores - self.top)
@@ -101,14 +101,14 @@ class Attention:
         lse0, sinks0 = torch.where(empty, 0.0, lse), torch.where(endless, 0.0, self.sinks)
         whole = torch.where(endless, INF, torch.logaddexp(lse0, sinks0))
         p = torch.where(self.mask & ~empty, torch.exp(self.scores - whole), 0.0)
-        drift = self.drift + self.acc * (whole.abs().nan_to_num(0.0, 0.0, 0.0) + 1)
+        drift = self.drift + self.base * (whole.abs().nan_to_num(0.0, 0.0, 0.0) + 1)
         drift = drift.clamp(max=1.0)
         grad_p = g @ self.across
         delta = (g * out).sum(3, keepdim=True)
         size_delta = (g * out).abs().sum(3, keepdim=True)
         ds = torch.where(self.mask & ~empty, p * (grad_p - delta), 0.0)
         # Systematic errors of ds, then those of rounding it.
-        lost = self.acc * (g.abs() @ self.across.abs() + size_delta)
+        lost = self.base * (g.abs() @ self.across.abs() + size_delta)
         if loose:
             lost = lost + SIGMAS * LAST[name(self.dtype)] * (g * out).square().sum(3, keepdim=True).sqrt()
         off = p * (2 * drift * (grad_p.abs() + delta.abs()) + lost) + self.acc * ds.abs()
@@ -130,7 +130,7 @@ class Attention:
         grad_sinks = -(p_sink * torch.where(empty, 0.0, delta)).sum((0, 1, 3))
         error_s = p_sink * (2 * drift * delta.abs() + self.acc * size_delta) + VANISHED * delta.abs()
         if loose:
-            error_s = error_s + p_sink * (lost - self.acc * (g.abs() @ self.across.abs())).amax(3, keepdim=True)
+            error_s = error_s + p_sink * (lost - self.base * (g.abs() @ self.across.abs())).amax(3, keepdim=True)
         error_s = torch.where(empty, 0.0, error_s).sum((0, 1, 3))
         return (
             rounded(grad_q, error_q.nan_to_num(0.0), self.dtype),
