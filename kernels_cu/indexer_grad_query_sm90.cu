@@ -103,7 +103,7 @@ DEVICE void gather(const u16* k, i64 stride, u32 shared, int count, int& step, i
 }
 
 #ifndef ADDITIONS
-#define ADDITIONS 2
+#define ADDITIONS 0
 #endif
 // Adds half of each block's rows to memory, all of a row or (FIXED) half of it at a time.
 DEVICE void add_rows(Sum* sums, int key_first, u32 shared, int count, int& step, int part, int lane) {
