@@ -7,6 +7,7 @@ import pytest
 
 def pytest_addoption(parser):
     parser.addoption("--require-gpu", action="store_true", help="fail, instead of skip, gpu tests without a CUDA GPU")
+    parser.addoption("--every-variant", action="store_true", help="compile every variant of every kernel for every GPU")
 
 
 def _gpu_missing() -> str | None:
