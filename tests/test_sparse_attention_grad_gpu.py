@@ -181,7 +181,7 @@ def test_torch_gives_the_bits_of_cupy(path, heads, d, t, dtype):
     check_same(torch_grads(*data, d**-0.5, "deterministic"), cupy_grads(*data, d**-0.5, "deterministic"))
 
 
-@pytest.mark.parametrize("sink", [INF, -INF, 2e38, -2e38, 85.0, -85.0])
+@pytest.mark.parametrize("sink", [INF, -INF, 2e38, 3e38, -2e38, 85.0, -85.0, 1e4])
 def test_sinks(path, impl, sink):
     data = inputs(h=33, d=64)
     data[3][::2] = sink
