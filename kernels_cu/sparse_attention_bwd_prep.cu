@@ -25,6 +25,7 @@
 // B * ceil(S / SELECT_QUERIES) blocks, a warp a query; exponents one warp a key. No dynamic shared memory.
 // Determinism: sums over heads in a fixed order; counts and maxima are free of order.
 // Bound by memory: prep reads grad_out and out once (with BOUNDS also q): S4096 H64 D512 537 MB, 0.13 ms at 4.2 TB/s.
+// Measured on an H200, launch included: 0.136 ms, with BOUNDS 0.206.
 #include "fixed_sum.cuh"
 
 #ifndef ELEMENT
