@@ -34,6 +34,9 @@ static const int GROUPS = 16 / HEAD_BLOCKS;  // of 8 columns, that a product war
 #ifndef PREFETCH
 #define PREFETCH 1
 #endif
+#ifndef EARLY
+#define EARLY 1
+#endif
 #ifndef TURNS
 #define TURNS 1
 #endif
@@ -42,8 +45,8 @@ static const int GROUPS = 16 / HEAD_BLOCKS;  // of 8 columns, that a product war
 #endif
 static const int ID_STAGES = 4, GATHER_WARPS = 3, THREADS = 512;
 #ifndef SR
-#define SR (DETERMINISTIC && HEAD_BLOCKS == 1 ? 128 : 136)
-#define PR 168
+#define SR (DETERMINISTIC ? 136 : 152)
+#define PR (DETERMINISTIC ? 168 : 160)
 #endif
 static const int SCORE_REGISTERS = SR, PRODUCT_REGISTERS = PR, PRODUCER_REGISTERS = 512 - SR - 2 * PR;
 static const u32 KEY_CHUNK = SLOTS * 128, KEY_BYTES = 4 * KEY_CHUNK;   // 64 columns of the rows; all
@@ -297,25 +300,33 @@ DEVICE void start_scores(float (&own)[32], float (&other)[32], u32 keys, u32 x) 
 }
 
 // p = 2^(scale2 s - L) and dS = scale p (dP - delta) of row g (e 0) or g + 8 (e 2), packed: pairs of heads 8 j + 2 c.
-DEVICE void softmax(const Call& p, const float (&s)[32], u32 heads, bool exists, int e, u32 (&p2)[4], u32 (&ds2)[4]) {
+DEVICE void softmax(const Call& p, const float (&s)[32], const float (&total)[8], const float (&delta)[8], bool exists, int e, u32 (&p2)[4],
+                    u32 (&ds2)[4]) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        float total[2], delta[2], w[2], ds[2];
-        load_float2(heads + j * 32, total[0], total[1]);
-        load_float2(heads + OWN_HEADS * 4 + j * 32, delta[0], delta[1]);
+        float w[2], ds[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             // Rounded before L is subtracted, as in the forward.
-            w[i] = exp2_fast(__fmul_rn(s[j * 4 + e + i], p.scale2) - total[i]);
-            ds[i] = p.scale * (w[i] * (s[16 + j * 4 + e + i] - delta[i]));
+            w[i] = exp2_fast(__fmul_rn(s[j * 4 + e + i], p.scale2) - total[j * 2 + i]);
+            ds[i] = p.scale * (w[i] * (s[16 + j * 4 + e + i] - delta[j * 2 + i]));
         }
         p2[j] = exists ? Element::pack2(w[0], w[1]) : 0;
         ds2[j] = exists ? Element::pack2(ds[0], ds[1]) : 0;
     }
 }
 
+// L and delta of this thread's heads: 8 j + 2 c, 8 j + 2 c + 1.
+DEVICE void load_head_values(u32 heads, float (&total)[8], float (&delta)[8]) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        load_float2(heads + j * 32, total[j * 2], total[j * 2 + 1]);
+        load_float2(heads + OWN_HEADS * 4 + j * 32, delta[j * 2], delta[j * 2 + 1]);
+    }
+}
+
 // What one block of slots becomes once the other half of its scores is there: P and dS in both blocks' shared memory.
-DEVICE void finish_scores(const Call& p, float (&s)[32], u32 shared, u32 there, u32 heads, int count, u32 turn, int p_stage, u32 p_parity,
+DEVICE void finish_scores(const Call& p, float (&s)[32], float (&total)[8], float (&delta)[8], u32 heads, u32 shared, u32 there, int count, u32 turn, int p_stage, u32 p_parity,
                           int thread, Clock& clock) {
     const int lane = thread & 31, row = (thread >> 5) * 16 + (lane >> 2);
     const u32 bars = shared + AT_BARS, p_full = AT_BARS + (BAR_P_FULL + p_stage) * 8;
@@ -329,10 +340,13 @@ DEVICE void finish_scores(const Call& p, float (&s)[32], u32 shared, u32 there, 
     }
     __syncwarp();
     if (lane == 0) bar_arrive_remote(there + AT_BARS + BAR_SENT_FREE * 8);
+    // Adds to global memory, which share the way with loads, fill it: fewer loads a block. The deterministic kernel lacks the
+    // registers, and its adds take longest anyway.
+    if (DETERMINISTIC) load_head_values(heads, total, delta);
     u32 w[2][4], ds[2][4];
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-        softmax(p, s, heads + (lane & 3) * 8, row + e * 8 < count, e * 2, w[e], ds[e]);
+        softmax(p, s, total, delta, row + e * 8 < count, e * 2, w[e], ds[e]);
         transpose_quad(w[e], lane);
         transpose_quad(ds[e], lane);
     }
@@ -361,21 +375,30 @@ DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars) {
     u32 parity = 0, x_parity = 0, p_parity = 0, turn = 0;  // turn: of the buffers with one stage: the parity of the block's number
     Clock clock(shared, thread == 0);
     for (int item = p.first(); item < p.items; item += p.step) {
-        const u32 x = shared + x_stage * X_BYTES, heads = shared + AT_HEADS + x_stage * OWN_HEADS * 8;
-        float own[32], other[32], s[32];
+        const u32 x = shared + x_stage * X_BYTES, heads = shared + AT_HEADS + x_stage * OWN_HEADS * 8 + (thread & 3) * 8;
+        float own[32], other[32], s[32], total[8], delta[8];
         u32 meta = 0;
 #if Q_STAGES == 1
         if (thread < 32) load_item(p, shared, bars, item, 0, x_parity ^ 1, thread);
 #endif
         wait(bars + (BAR_X_FULL + x_stage) * 8, x_parity);
         clock.read(4);
+        if (!DETERMINISTIC) load_head_values(heads, total, delta);
         for (bool first = true; first || !(meta & LAST); first = false) {
+            bool unfinished = !first;
+#if EARLY
+            if (unfinished && !is_past(bars + (BAR_KEY_FULL + stage) * 8, parity)) {
+                finish_scores(p, s, total, delta, heads, shared, there, meta & 0xffff, turn ^ 1, p_stage, p_parity, thread, clock);
+                if (++p_stage == P_STAGES) p_stage = 0, p_parity ^= 1;
+                unfinished = false;
+            }
+#endif
             wait(bars + (BAR_KEY_FULL + stage) * 8, parity);
             clock.read(5);
             start_scores(own, other, shared + AT_KEYS + stage * KEY_BYTES, x);
             clock.read(6);
-            if (!first) {
-                finish_scores(p, s, shared, there, heads, meta & 0xffff, turn ^ 1, p_stage, p_parity, thread, clock);
+            if (unfinished) {
+                finish_scores(p, s, total, delta, heads, shared, there, meta & 0xffff, turn ^ 1, p_stage, p_parity, thread, clock);
                 if (++p_stage == P_STAGES) p_stage = 0, p_parity ^= 1;
             }
             meta = load_u32(shared + AT_KEY_META + stage * 4);
@@ -391,7 +414,7 @@ DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars) {
             turn ^= 1;
             clock.read(3);
         }
-        finish_scores(p, s, shared, there, heads, meta & 0xffff, turn ^ 1, p_stage, p_parity, thread, clock);
+        finish_scores(p, s, total, delta, heads, shared, there, meta & 0xffff, turn ^ 1, p_stage, p_parity, thread, clock);
         if (++p_stage == P_STAGES) p_stage = 0, p_parity ^= 1;
         if (++x_stage == Q_STAGES) x_stage = 0, x_parity ^= 1;
     }
@@ -582,7 +605,7 @@ DEVICE void trade(const Call& p, float (&dkv)[64], u32 shared, u32 bars, int col
 
 DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns) {
     const int thread = fresh_thread() & 127;
-    const int lane = thread & 31, row = (thread >> 5) * 16 + (lane >> 2);
+    const int lane = thread & 31;
     const u32 p_free_there = remote(bars + BAR_P_FREE * 8, cluster_rank() ^ 1);
     int stage = 0, x_stage = 0, id_stage = 0, p_stage = 0;
     u32 turn = 0, p_parity = 0;
@@ -651,7 +674,7 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns) 
         } while (!(meta & LAST));
         if (++x_stage == Q_STAGES) x_stage = 0;
         // Rows 0..31 are this block's heads, 32..63 the other's.
-        const int h = p.first_head(item) + ((row >> 5) ^ p.half()) * OWN_HEADS + (row & 31);
+        const int row = (fresh_thread() & 127) >> 5 << 4 | (lane >> 2), h = p.first_head(item) + ((row >> 5) ^ p.half()) * OWN_HEADS + (row & 31);
         element* to = p.grad_q + ((i64)p.query(item) * p.heads + h) * HEAD_DIM + p.half() * HALF + columns * 128 + p.head_block() * 64 + (lane & 3) * 8;
         if (p.parts & 1) store_columns(dq, h < p.heads ? to : nullptr, h + 8 < p.heads ? to + 8 * HEAD_DIM : nullptr, p.head_block() ? -64 : 64, lane);
         clock.read(c0 + 4);
