@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(SINK_HEADS * SINK_LANES)
     const int head = blockIdx.y * SINK_HEADS + threadIdx.x;
     float sum = 0.0f;
     if (head < heads) {
-        const float sink = sinks[head] * LOG2E;
+        const float sink = __fmul_rn(sinks[head], LOG2E);  // no fma with what follows: sink <= total as they are rounded
         const i64 first = (i64)blockIdx.x * CHUNK_QUERIES + threadIdx.y;
 #pragma unroll
         for (int n = 0; n < CHUNK_QUERIES; n += SINK_LANES) {

@@ -2,7 +2,8 @@
 // archs: 80 86 89 90 100 120
 // hot: sparse_attention_bwd_prep
 //
-//     log2_total[b,s,h] = log2(exp(lse) + exp(sink_h))      +inf where the head gets no gradient: no key, or sink +inf
+//     log2_total[b,s,h] = log2(exp(lse) + exp(sink_h))      +inf where the head gets no gradient: no key, or a sink of +inf
+//                                                           or so large that its log2 is infinite
 //     delta[b,s,h]      = grad_out . out
 //
 // so that p = exp2(log2(e) scale q.k - log2_total) and ds = p (grad_out . k - delta).
@@ -24,6 +25,7 @@
 // B * ceil(S / SELECT_QUERIES) blocks, a warp a query; exponents one warp a key. No dynamic shared memory.
 // Determinism: sums over heads in a fixed order; counts and maxima are free of order.
 // Bound by memory: prep reads grad_out and out once (with BOUNDS also q): S4096 H64 D512 537 MB, 0.13 ms at 4.2 TB/s.
+// Measured on an H200, launch included: 0.136 ms, with BOUNDS 0.206.
 #include "fixed_sum.cuh"
 
 #ifndef ELEMENT
@@ -79,7 +81,8 @@ DEVICE u32 row_largest(u32 pair) {
 DEVICE float log2_of_total(float lse, float sink) {
     if (lse == -INFINITY_F || sink == INFINITY_F) return INFINITY_F;
     const float top = fmaxf(lse, sink);
-    return top * LOG2E + log2f(exp2f((lse - top) * LOG2E) + exp2f((sink - top) * LOG2E));
+    // A product of its own, rounded as in sparse_attention_bwd_sinks: there sink - total must not leave its rounding error.
+    return __fmul_rn(top, LOG2E) + log2f(exp2f((lse - top) * LOG2E) + exp2f((sink - top) * LOG2E));
 }
 
 // grad_out, out, q: rows that 16-byte loads reach, strides in elements. lse, log2_total, delta [B, S, heads], key_part and
@@ -137,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, 4)
         if (BOUNDS) {
             squares = row_sum(squares);
             const float g_largest = largest_of_pair(row_largest(g_most)), q_largest = largest_of_pair(row_largest(q_most));
-            const bool fine = total < INFINITY_F || keys_only == -INFINITY_F || sink == INFINITY_F;  // NaN is not
+            const bool fine = total == total && keys_only < INFINITY_F;  // also a total of +inf: all p are 0 then
             if (head < heads) {
                 key_sum += fine ? fabsf(scale) * safe_norm(squares, g_largest) * q_largest : INFINITY_F;
                 rest_sum += fabsf(scale * dot) * q_largest + g_largest;

@@ -181,7 +181,7 @@ def test_torch_gives_the_bits_of_cupy(path, heads, d, t, dtype):
     check_same(torch_grads(*data, d**-0.5, "deterministic"), cupy_grads(*data, d**-0.5, "deterministic"))
 
 
-@pytest.mark.parametrize("sink", [INF, -INF, 2e38, -2e38, 85.0, -85.0])
+@pytest.mark.parametrize("sink", [INF, -INF, 2e38, 3e38, -2e38, 85.0, -85.0, 1e4])
 def test_sinks(path, impl, sink):
     data = inputs(h=33, d=64)
     data[3][::2] = sink
@@ -203,7 +203,7 @@ def test_sizes_of_gradients(path, impl, size):
         scaled = x.astype(np.float64) / size
         if fixed:
             check_equal(scaled, w.astype(np.float64))
-        assert relative_error(scaled, w.astype(np.float64)) <= 1e-4
+        assert relative_error(scaled, w.astype(np.float64)) <= 1e-3  # other orders round some elements to a neighbour
 
 
 def test_one_large_query_costs_others_nothing(path):
@@ -212,9 +212,9 @@ def test_one_large_query_costs_others_nothing(path):
     g[0, 5] = g[0, 5].astype(np.float32) * np.float32(2.0**60)
     got = cupy_grads(g, q, kv, sinks, ids, 0.1, "deterministic")
     _, want, _ = oracle_grad(g, q, kv, sinks, ids, 0.1)
-    large = np.isin(np.arange(200), ids[0, 5].get())
+    large = cupy.isin(cupy.arange(200), ids[0, 5])
     for rows in (large, ~large):
-        assert relative_error(got[1][0, rows], want[0, rows]) <= FROBENIUS["attention_grad"]
+        assert relative_error(got[1][0][rows], want[0][rows]) <= FROBENIUS["attention_grad"]
 
 
 # --- NaN and infinity ----------------------------------------------------------------------------------
