@@ -1,137 +1,8 @@
-// Sparse attention backward on Hopper: clusters of two blocks, D 512, bfloat16 or float16, 64 heads at a time.
+// Sparse attention backward on Hopper, its products and sums: wgmma, D 512, bfloat16 or float16, any H.
 // archs: 90a
 // hot: sparse_attention_bwd_sm90
-#ifndef ELEMENT
-#define ELEMENT BFloat16
-#endif
-#include "fixed_sum.cuh"
-#include "sparse_attention_bwd_sm90.cuh"
-
-#ifndef DETERMINISTIC
-#define DETERMINISTIC 0
-#endif
-typedef ELEMENT Element;
-typedef Element::storage element;
-
-static const int HEAD_DIM = 512, HALF = 256, HEADS = 64, OWN_HEADS = 32, SLOTS = 64;
-#ifndef HEAD_BLOCKS
-#define HEAD_BLOCKS 1
-#endif
-#ifndef Q_STAGES
-#define Q_STAGES 1
-#endif
-#ifndef STAGES
-#define STAGES 3
-#endif
-static const int CLUSTER = 2 * HEAD_BLOCKS;
-static const int GROUPS = 16 / HEAD_BLOCKS;  // of 8 columns, that a product warpgroup adds to the sums
-#ifndef SCATTER
-#define SCATTER 1
-#endif
-#ifndef P_STAGES
-#define P_STAGES (3 - HEAD_BLOCKS)
-#endif
-#ifndef PREFETCH
-#define PREFETCH 1
-#endif
-#ifndef TURNS
-#define TURNS 1
-#endif
-#ifndef ORDER
-#define ORDER 0
-#endif
-static const int ID_STAGES = 4, GATHER_WARPS = 3, THREADS = 512;
-#ifndef SR
-#define SR (DETERMINISTIC && HEAD_BLOCKS == 1 ? 128 : 136)
-#define PR 168
-#endif
-static const int SCORE_REGISTERS = SR, PRODUCT_REGISTERS = PR, PRODUCER_REGISTERS = 512 - SR - 2 * PR;
-static const u32 KEY_CHUNK = SLOTS * 128, KEY_BYTES = 4 * KEY_CHUNK;   // 64 columns of the rows; all
-static const u32 X_CHUNK = 2 * HEADS * 128, X_BYTES = 4 * X_CHUNK;     // the same of the stacked Q and dO
-static const u32 BOX = OWN_HEADS * 128, P_TILE = SLOTS * HEADS * 2, SENT_BYTES = SLOTS * HEADS * 4;
-static const u32 AT_KEYS = Q_STAGES * X_BYTES, AT_DS = AT_KEYS + STAGES * KEY_BYTES;  // P behind dS
-static const u32 AT_SENT = AT_DS + P_STAGES * 2 * P_TILE, AT_TRADE = AT_SENT + SENT_BYTES, TRADE_BYTES = SLOTS * 64 * 4;
-static const u32 AT_IDS = AT_TRADE + (HEAD_BLOCKS - 1) * 2 * TRADE_BYTES, AT_ID_META = AT_IDS + 2 * ID_STAGES * SLOTS * 4;
-static const u32 AT_FACTORS = AT_IDS + ID_STAGES * SLOTS * 4, AT_KEY_META = AT_ID_META + ID_STAGES * 4, AT_HEADS = (AT_KEY_META + STAGES * 4 + 15) / 16 * 16;
-static const u32 AT_BARS = AT_HEADS + Q_STAGES * OWN_HEADS * 8;  // after L and delta of this block's heads
-static const int BAR_X_FULL = 0, BAR_X_FREE = BAR_X_FULL + Q_STAGES, BAR_KEY_FULL = BAR_X_FREE + Q_STAGES;
-static const int BAR_KEY_FREE = BAR_KEY_FULL + STAGES, BAR_ID_FULL = BAR_KEY_FREE + STAGES, BAR_ID_FREE = BAR_ID_FULL + ID_STAGES;
-static const int BAR_SENT_FULL = BAR_ID_FREE + ID_STAGES, BAR_SENT_FREE = BAR_SENT_FULL + 1, BAR_P_FULL = BAR_SENT_FREE + 1;
-static const int BAR_P_FREE = BAR_P_FULL + P_STAGES, BAR_TRADE_FULL = BAR_P_FREE + P_STAGES, BAR_TRADE_FREE = BAR_TRADE_FULL + 2;
-static const int BARS = HEAD_BLOCKS > 1 ? BAR_TRADE_FREE + 2 : BAR_TRADE_FULL;
-static const u32 AT_CLOCKS = AT_BARS + BARS * 8;
-#ifdef CLOCKS
-static const u32 SHARED = AT_CLOCKS + 128;
-__device__ u64 clock_sums[32];
-#else
-static const u32 SHARED = AT_CLOCKS;
-#endif
-#ifdef SHARED_BYTES
-static_assert(SHARED == SHARED_BYTES, "what cuda_bwd_sm90.py asks for");
-#endif
-__device__ u32 shared_needed = SHARED;
-
-static const u32 LAST = 0x10000;  // flag beside a block's slot count
-#define INFINITE __int_as_float(0x7f800000)
-
-// Where time goes, in builds that ask: clocks since the previous reading, added to a role's counter by one thread.
-#ifdef CLOCKS
-struct Clock {
-    u32 at, last;
-    bool mine;
-    DEVICE Clock(u32 shared, bool mine) : at(shared + AT_CLOCKS), last(clock()), mine(mine) {}
-    DEVICE void read(int n) {
-        const u32 now = clock();
-        if (mine) store_u32(at + n * 4, load_u32(at + n * 4) + now - last);
-        last = now;
-    }
-};
-#else
-struct Clock {
-    DEVICE Clock(u32, bool) {}
-    DEVICE void read(int) {}
-};
-#endif
-
-struct Call {
-    const TensorMap *q_map, *grad_out_map;
-    const element* kv;
-    const int* ids;
-    const float *log2_total, *delta;
-    element* grad_q;
-    void* sums;
-    int* exponents;
-    i64 kv_stride_b, kv_stride_k;
-    int queries, heads, keys, slots, groups, items, key_first, key_last, parts;
-    float scale, scale2;
-    int step;  // the cluster's items: first(), first() + step, ...
-    DEVICE int query(int item) const {
-        const int n = item / groups;
-#if ORDER == 1
-        const int each = (items / groups + step - 1) / step, at = n / step, c = (n % step + at * 7) % step;
-        const int q = c * each + at;
-        return q < items / groups ? q : 0;
-#else
-        return n;
-#endif
-    }
-    // Read again at each use: few registers outlive the split into roles.
-    DEVICE int first() const {
-        int block;
-        asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
-        return block / CLUSTER;
-    }
-    DEVICE u32 half() const { return cluster_rank() & 1; }  // of the columns
-    DEVICE int head_block() const { return HEAD_BLOCKS > 1 ? cluster_rank() >> 1 : 0; }
-    DEVICE int first_head(int item) const { return (item % groups * HEAD_BLOCKS + head_block()) * HEADS; }
-};
-
-// threadIdx.x, read again so that nothing derived from it is kept across roles.
-DEVICE int fresh_thread() {
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread;
-}
+//
+#include "sparse_attention_bwd_sm90_results.cuh"
 
 // ---- Index warp ----------------------------------------------------------------------------------------
 
@@ -180,15 +51,11 @@ DEVICE void index_warp(const Call& p, u32 shared, u32 bars) {
         int have = 0, next[AHEAD];
 #pragma unroll
         for (int u = 0; u < AHEAD; u++) next[u] = u * 32 + lane < p.slots ? __ldg(row + u * 32 + lane) : -1;
-#if Q_STAGES > 1
-        load_item(p, shared, bars, item, x_stage, x_parity, lane);
-#endif
-#if PREFETCH
+        if (Q_STAGES > 1) load_item(p, shared, bars, item, x_stage, x_parity, lane);  // else ids must run ahead of it
         if (lane < 16 && item + p.step < p.items) {
             const int query = p.query(item + p.step), h0 = p.first_head(item + p.step) + (lane >> 1 & 1) * OWN_HEADS;
             prefetch_box(lane & 1 ? p.q_map : p.grad_out_map, p.half() * HALF + (lane >> 2) * 64, h0, query % p.queries, query / p.queries);
         }
-#endif
         if (++x_stage == Q_STAGES) x_stage = 0, x_parity ^= 1;
         wait(bars + (BAR_ID_FREE + stage) * 8, parity);
         for (int first = 0; first < p.slots; first += AHEAD * 32) {
@@ -297,25 +164,33 @@ DEVICE void start_scores(float (&own)[32], float (&other)[32], u32 keys, u32 x) 
 }
 
 // p = 2^(scale2 s - L) and dS = scale p (dP - delta) of row g (e 0) or g + 8 (e 2), packed: pairs of heads 8 j + 2 c.
-DEVICE void softmax(const Call& p, const float (&s)[32], u32 heads, bool exists, int e, u32 (&p2)[4], u32 (&ds2)[4]) {
+DEVICE void softmax(const Call& p, const float (&s)[32], const float (&total)[8], const float (&delta)[8], bool exists, int e, u32 (&p2)[4],
+                    u32 (&ds2)[4]) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        float total[2], delta[2], w[2], ds[2];
-        load_float2(heads + j * 32, total[0], total[1]);
-        load_float2(heads + OWN_HEADS * 4 + j * 32, delta[0], delta[1]);
+        float w[2], ds[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             // Rounded before L is subtracted, as in the forward.
-            w[i] = exp2_fast(__fmul_rn(s[j * 4 + e + i], p.scale2) - total[i]);
-            ds[i] = p.scale * (w[i] * (s[16 + j * 4 + e + i] - delta[i]));
+            w[i] = exp2_fast(__fmul_rn(s[j * 4 + e + i], p.scale2) - total[j * 2 + i]);
+            ds[i] = p.scale * (w[i] * (s[16 + j * 4 + e + i] - delta[j * 2 + i]));
         }
         p2[j] = exists ? Element::pack2(w[0], w[1]) : 0;
         ds2[j] = exists ? Element::pack2(ds[0], ds[1]) : 0;
     }
 }
 
+// L and delta of this thread's heads: 8 j + 2 c, 8 j + 2 c + 1.
+DEVICE void load_head_values(u32 heads, float (&total)[8], float (&delta)[8]) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        load_float2(heads + j * 32, total[j * 2], total[j * 2 + 1]);
+        load_float2(heads + OWN_HEADS * 4 + j * 32, delta[j * 2], delta[j * 2 + 1]);
+    }
+}
+
 // What one block of slots becomes once the other half of its scores is there: P and dS in both blocks' shared memory.
-DEVICE void finish_scores(const Call& p, float (&s)[32], u32 shared, u32 there, u32 heads, int count, u32 turn, int p_stage, u32 p_parity,
+DEVICE void finish_scores(const Call& p, float (&s)[32], float (&total)[8], float (&delta)[8], u32 heads, u32 shared, u32 there, int count, u32 turn, int p_stage, u32 p_parity,
                           int thread, Clock& clock) {
     const int lane = thread & 31, row = (thread >> 5) * 16 + (lane >> 2);
     const u32 bars = shared + AT_BARS, p_full = AT_BARS + (BAR_P_FULL + p_stage) * 8;
@@ -329,10 +204,13 @@ DEVICE void finish_scores(const Call& p, float (&s)[32], u32 shared, u32 there, 
     }
     __syncwarp();
     if (lane == 0) bar_arrive_remote(there + AT_BARS + BAR_SENT_FREE * 8);
+    // Adds to global memory, which share the way with loads, fill it: fewer loads a block. The deterministic kernel lacks the
+    // registers, and its adds take longest anyway.
+    if (DETERMINISTIC) load_head_values(heads, total, delta);
     u32 w[2][4], ds[2][4];
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-        softmax(p, s, heads + (lane & 3) * 8, row + e * 8 < count, e * 2, w[e], ds[e]);
+        softmax(p, s, total, delta, row + e * 8 < count, e * 2, w[e], ds[e]);
         transpose_quad(w[e], lane);
         transpose_quad(ds[e], lane);
     }
@@ -361,21 +239,26 @@ DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars) {
     u32 parity = 0, x_parity = 0, p_parity = 0, turn = 0;  // turn: of the buffers with one stage: the parity of the block's number
     Clock clock(shared, thread == 0);
     for (int item = p.first(); item < p.items; item += p.step) {
-        const u32 x = shared + x_stage * X_BYTES, heads = shared + AT_HEADS + x_stage * OWN_HEADS * 8;
-        float own[32], other[32], s[32];
+        const u32 x = shared + x_stage * X_BYTES, heads = shared + AT_HEADS + x_stage * OWN_HEADS * 8 + (thread & 3) * 8;
+        float own[32], other[32], s[32], total[8], delta[8];
         u32 meta = 0;
-#if Q_STAGES == 1
-        if (thread < 32) load_item(p, shared, bars, item, 0, x_parity ^ 1, thread);
-#endif
+        if (Q_STAGES == 1 && thread < 32) load_item(p, shared, bars, item, 0, x_parity ^ 1, thread);
         wait(bars + (BAR_X_FULL + x_stage) * 8, x_parity);
         clock.read(4);
+        if (!DETERMINISTIC) load_head_values(heads, total, delta);
         for (bool first = true; first || !(meta & LAST); first = false) {
+            bool unfinished = !first;
+            if (unfinished && !is_past(bars + (BAR_KEY_FULL + stage) * 8, parity)) {
+                finish_scores(p, s, total, delta, heads, shared, there, meta & 0xffff, turn ^ 1, p_stage, p_parity, thread, clock);
+                if (++p_stage == P_STAGES) p_stage = 0, p_parity ^= 1;
+                unfinished = false;
+            }
             wait(bars + (BAR_KEY_FULL + stage) * 8, parity);
             clock.read(5);
             start_scores(own, other, shared + AT_KEYS + stage * KEY_BYTES, x);
             clock.read(6);
-            if (!first) {
-                finish_scores(p, s, shared, there, heads, meta & 0xffff, turn ^ 1, p_stage, p_parity, thread, clock);
+            if (unfinished) {
+                finish_scores(p, s, total, delta, heads, shared, there, meta & 0xffff, turn ^ 1, p_stage, p_parity, thread, clock);
                 if (++p_stage == P_STAGES) p_stage = 0, p_parity ^= 1;
             }
             meta = load_u32(shared + AT_KEY_META + stage * 4);
@@ -391,7 +274,7 @@ DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars) {
             turn ^= 1;
             clock.read(3);
         }
-        finish_scores(p, s, shared, there, heads, meta & 0xffff, turn ^ 1, p_stage, p_parity, thread, clock);
+        finish_scores(p, s, total, delta, heads, shared, there, meta & 0xffff, turn ^ 1, p_stage, p_parity, thread, clock);
         if (++p_stage == P_STAGES) p_stage = 0, p_parity ^= 1;
         if (++x_stage == Q_STAGES) x_stage = 0, x_parity ^= 1;
     }
@@ -416,173 +299,9 @@ DEVICE void multiply_keys(float (&dkv)[64], u32 ds, u32 x) {
     }
 }
 
-#if DETERMINISTIC
-typedef i64 sum_type;
-#else
-typedef float sum_type;
-#endif
-
-// Where a slot of a block adds its columns from `column` on. With SOME a slot may have nothing to add: it then adds zeros
-// to a row that is there, since a branch around every addition costs more. The first slot of 16 exists.
-template <bool SOME>
-struct Row {
-    sum_type* at;
-    bool exists;
-    DEVICE Row(const Call& p, int batch, u32 ids, int slot, int count, int column) {
-        int r = slot & 15;
-        const int n = SOME ? count - (slot & ~15) : 16, rows = p.key_last - p.key_first;
-        exists = r < n;
-        if (SOME) {
-#pragma unroll
-            for (int mask = 7; mask >= 0; mask = mask ? mask >> 1 : -1)
-                if (r >= n) r &= mask;
-        }
-        int row = (int)load_u32(ids + ((slot & ~15) + r) * 4) - p.key_first;
-        if (SOME && (u32)row >= (u32)rows) exists = false, row = min(slot, rows - 1);
-        at = (sum_type*)p.sums + ((i64)batch * rows + row) * HEAD_DIM + column;
-    }
-    DEVICE float value(float x) const { return !SOME || exists ? x : 0.f; }
-};
-DEVICE int* exponent_of(const Call& p, int batch, u32 ids, int slot) {
-    return p.exponents + (i64)batch * p.keys + load_u32(ids + slot * 4);
-}
-
-// The scatter: adds a block's rows, 16 a warp, to the sums. Row g of an accumulator lies in quad g, but memory is fastest
-// where a warp's instruction adds to whole lines of 128 bytes: quads trade columns for rows first.
-#if DETERMINISTIC
-// Four quads trade, so that each of their 16 lanes has one of 16 neighbouring columns of four rows.
-template <bool SOME, int J, int END>
-DEVICE void add_columns(const float (&o)[64], const Row<SOME>& row, float factor, int at) {
-    add1<J * 64>(row.at, to_fixed(row.value(o[J * 4 + at]), factor));
-    if constexpr (J + 2 < END) add_columns<SOME, J + 2, END>(o, row, factor, at);
-}
-// Rows g (e 0) or g + 8 (e 2), column groups FIRST .. FIRST + 7.
-template <bool SOME, int FIRST>
-DEVICE void scatter_part(const Call& p, float (&o)[64], int batch, u32 ids, int count, int column, int e) {
-    const int thread = fresh_thread(), lane = thread & 31, first_slot = ((thread & 96) >> 1) + e * 4;
-    const bool odd = lane & 4, high = lane & 8;
-    column += (lane >> 3 & 1) * 8 + (lane & 3) * 2 + (lane >> 2 & 1);
-    u32 most = 0;
-#pragma unroll
-    for (int j = FIRST; j < FIRST + 8; j += 2) {
-        float &q0 = o[j * 4 + e], &q1 = o[j * 4 + e + 1], &q2 = o[j * 4 + 4 + e], &q3 = o[j * 4 + 5 + e];
-        most = max(max(most, max(ordered_bits(q0), ordered_bits(q1))), max(ordered_bits(q2), ordered_bits(q3)));
-        const float s0 = __shfl_xor_sync(FULL_WARP, odd ? q0 : q1, 4), s1 = __shfl_xor_sync(FULL_WARP, odd ? q2 : q3, 4);
-        q0 = odd ? s0 : q0, q1 = odd ? q1 : s0, q2 = odd ? s1 : q2, q3 = odd ? q3 : s1;
-    }
-#pragma unroll
-    for (int j = FIRST; j < FIRST + 8; j += 2) {
-        float &q0 = o[j * 4 + e], &q1 = o[j * 4 + e + 1], &q2 = o[j * 4 + 4 + e], &q3 = o[j * 4 + 5 + e];
-        const float t0 = __shfl_xor_sync(FULL_WARP, high ? q0 : q2, 8), t1 = __shfl_xor_sync(FULL_WARP, high ? q1 : q3, 8);
-        q0 = high ? t0 : q0, q2 = high ? q2 : t0, q1 = high ? t1 : q1, q3 = high ? q3 : t1;
-    }
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-        const int slot = first_slot + (lane >> 4) * 4 + k;
-        const Row<SOME> row(p, batch, ids, slot, count, column);
-        const float factor = __uint_as_float(load_u32(ids + AT_FACTORS - AT_IDS + slot * 4));
-        add_columns<SOME, FIRST, FIRST + 8>(o, row, factor, (k >> 1) * 4 + e + (k & 1));
-    }
-    if (most >= 0x7f800000u) {  // this lane's own row
-        const int slot = first_slot + (lane >> 2);
-        if (Row<true>(p, batch, ids, slot, count, column).exists) atomicMax(exponent_of(p, batch, ids, slot), FIXED_BROKEN);
-    }
-}
-template <bool SOME>
-DEVICE void scatter(const Call& p, float (&o)[64], int batch, u32 ids, int count, int column) {
-#pragma unroll
-    for (int e = 0; e < 4; e += 2) {
-        scatter_part<SOME, 0>(p, o, batch, ids, count, column, e);
-        if constexpr (GROUPS > 8) scatter_part<SOME, GROUPS - 8>(p, o, batch, ids, count, column, e);
-    }
-}
-#else
-// Two quads trade, so that their 8 lanes have 32 neighbouring columns of one row, then of the other.
-template <bool SOME, int J = 0>
-DEVICE void add_columns(const float (&o)[64], const Row<SOME>& row0, const Row<SOME>& row1, int e) {
-    const int at = J * 4 + e;
-    add4<J * 32>(row0.at, row0.value(o[at]), row0.value(o[at + 1]), row0.value(o[at + 4]), row0.value(o[at + 5]));
-    add4<J * 32>(row1.at, row1.value(o[at + 8]), row1.value(o[at + 9]), row1.value(o[at + 12]), row1.value(o[at + 13]));
-    if constexpr (J + 4 < GROUPS) add_columns<SOME, J + 4>(o, row0, row1, e);
-}
-template <bool SOME>
-DEVICE void scatter(const Call& p, float (&o)[64], int batch, u32 ids, int count, int column) {
-    const int thread = fresh_thread(), lane = thread & 31, warp_row = (thread & 96) >> 1;
-    const bool odd = lane & 1, upper = lane & 4;
-    column += (upper ? 16 : 0) + (lane & 1) * 8 + (lane & 2) * 2;
-#pragma unroll
-    for (int e = 0; e < 4; e += 2) {
-        const int slot = warp_row + e * 4 + (lane >> 2 & 6);
-        const Row<SOME> row0(p, batch, ids, slot, count, column), row1(p, batch, ids, slot + 1, count, column);
-        // Pairs of lanes: four columns of group j + odd instead of two of groups j and j + 1.
-#pragma unroll
-        for (int j = 0; j < GROUPS; j += 2) {
-            float &a0 = o[j * 4 + e], &a1 = o[j * 4 + e + 1], &b0 = o[j * 4 + 4 + e], &b1 = o[j * 4 + 5 + e];
-            const float s0 = __shfl_xor_sync(FULL_WARP, odd ? a0 : b0, 1), s1 = __shfl_xor_sync(FULL_WARP, odd ? a1 : b1, 1);
-            if (odd) a0 = s0, a1 = s1;
-            else b0 = s0, b1 = s1;
-        }
-        // Pairs of quads: groups j .. j + 1 or j + 2 .. j + 3 of both rows instead of both of one row.
-#pragma unroll
-        for (int j = 0; j < GROUPS; j += 4)
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                float &a = o[j * 4 + e + (i >> 1) * 4 + (i & 1)], &b = o[j * 4 + 8 + e + (i >> 1) * 4 + (i & 1)];
-                const float v = __shfl_xor_sync(FULL_WARP, upper ? a : b, 4);
-                if (upper) a = v;
-                else b = v;
-            }
-#if SCATTER == 0
-        if (__float_as_uint(o[e]) == 0x12345678) add_columns<SOME>(o, row0, row1, e);
-#else
-        add_columns<SOME>(o, row0, row1, e);
-#endif
-    }
-}
-#endif
-
-// 128 columns of dQ, rows g and g + 8 of this thread. second: where the last 64 columns lie, relative to the first.
-DEVICE void store_columns(const float (&o)[64], element* row0, element* row1, int second, int lane) {
-#pragma unroll
-    for (int g = 0; g < 8; g++) {
-        u32 v[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int n = ((g >> 1) * 4 + i) * 4 + (g & 1) * 2;
-            v[i] = Element::pack2(o[n], o[n + 1]);
-        }
-        transpose_quad(v, lane);
-        element* to = (g & 1) ? row1 : row0;
-        if (to)
-            asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to + (g >> 2 ? second : 0) + (g >> 1 & 1) * 32), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
-    }
-}
-
-#if HEAD_BLOCKS > 1
-// Sums over both blocks of heads: this block keeps the first 64 of its 128 columns, the other the last, which are its first.
-DEVICE void trade(const Call& p, float (&dkv)[64], u32 shared, u32 bars, int columns, u32 turn, int thread) {
-    u32 there = remote(shared, cluster_rank() ^ 2);
-    asm volatile("" : "+r"(there));  // what is computed from it is not kept across blocks
-    const u32 full = (BAR_TRADE_FULL + columns) * 8, free = (BAR_TRADE_FREE + columns) * 8;
-    const u32 at = AT_TRADE + columns * TRADE_BYTES + thread * 16;
-    wait(bars + free, turn ^ 1);
-    send<32>(there + at, dkv, there + AT_BARS + full);
-    if (thread == 0) bar_arrive_expecting(bars + full, TRADE_BYTES);
-    wait(bars + full, turn);
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        float a, b, c, d;
-        load_float4(shared + at + i * 2048, a, b, c, d);
-        dkv[i * 4] += a, dkv[i * 4 + 1] += b, dkv[i * 4 + 2] += c, dkv[i * 4 + 3] += d;
-    }
-    __syncwarp();
-    if ((thread & 31) == 0) bar_arrive_remote(there + AT_BARS + free);
-}
-#endif
-
 DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns) {
     const int thread = fresh_thread() & 127;
-    const int lane = thread & 31, row = (thread >> 5) * 16 + (lane >> 2);
+    const int lane = thread & 31;
     const u32 p_free_there = remote(bars + BAR_P_FREE * 8, cluster_rank() ^ 1);
     int stage = 0, x_stage = 0, id_stage = 0, p_stage = 0;
     u32 turn = 0, p_parity = 0;
@@ -590,9 +309,7 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns) 
     const int c0 = 12 + columns * 8;
     const bool whole = p.key_first == 0 && p.key_last == p.keys;
     const int first_slot = __shfl_sync(FULL_WARP, (thread >> 5) * 16, 0);  // of this warp's rows, known to be the same in all lanes
-#if TURNS
     if (columns == 1) asm volatile("bar.arrive 1, 256;" ::: "memory");
-#endif
     for (int item = p.first(); item < p.items; item += p.step) {
         float dq[64];
         int accumulate = 0;
@@ -610,7 +327,6 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns) 
             meta = load_u32(shared + AT_ID_META + id_stage * 4);
             const int count = meta & 0xffff;
             const u32 ids = shared + AT_IDS + id_stage * SLOTS * 4;
-#if TURNS
             wgmma_wait();
             if (lane == 0) bar_arrive(bars + (BAR_KEY_FREE + stage) * 8);
             clock.read(c0 + 1);
@@ -619,13 +335,6 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns) 
             multiply_keys(dkv, ds, shared + x_stage * X_BYTES + columns * 2 * X_CHUNK);
             wgmma_end();
             asm volatile("bar.arrive %0, 256;" ::"r"(2 - columns) : "memory");
-#else
-            multiply_keys(dkv, ds, shared + x_stage * X_BYTES + columns * 2 * X_CHUNK);
-            wgmma_end();
-            wgmma_wait_but<1>();
-            if (lane == 0) bar_arrive(bars + (BAR_KEY_FREE + stage) * 8);
-            clock.read(c0 + 1);
-#endif
             wgmma_wait();
             if (lane == 0) {
                 bar_arrive(bars + (BAR_P_FREE + p_stage) * 8);
@@ -651,7 +360,7 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns) 
         } while (!(meta & LAST));
         if (++x_stage == Q_STAGES) x_stage = 0;
         // Rows 0..31 are this block's heads, 32..63 the other's.
-        const int h = p.first_head(item) + ((row >> 5) ^ p.half()) * OWN_HEADS + (row & 31);
+        const int row = (fresh_thread() & 127) >> 5 << 4 | (lane >> 2), h = p.first_head(item) + ((row >> 5) ^ p.half()) * OWN_HEADS + (row & 31);
         element* to = p.grad_q + ((i64)p.query(item) * p.heads + h) * HEAD_DIM + p.half() * HALF + columns * 128 + p.head_block() * 64 + (lane & 3) * 8;
         if (p.parts & 1) store_columns(dq, h < p.heads ? to : nullptr, h + 8 < p.heads ? to + 8 * HEAD_DIM : nullptr, p.head_block() ? -64 : 64, lane);
         clock.read(c0 + 4);

@@ -57,6 +57,17 @@ DEVICE void wait(u32 bar, u32 parity) {
 #endif
 }
 
+// Whether a wait would end at once.
+DEVICE bool is_past(u32 bar, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+        : "=r"(done)
+        : "r"(bar), "r"(parity)
+        : "memory");
+    return __shfl_sync(FULL_WARP, done, 0);  // the same answer in all lanes
+}
+
 // ---- Shared and global memory --------------------------------------------------------------------------
 
 DEVICE u32 load_u32(u32 from) {

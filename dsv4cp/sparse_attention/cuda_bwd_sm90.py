@@ -17,26 +17,28 @@ from .cuda_sm90 import DIM, ELEMENTS, MOST_ITEMS, _is_hopper, _multiprocessors, 
 
 FILE, FUNCTION = "sparse_attention_bwd_sm90.cu", "sparse_attention_bwd_sm90"
 HEADS, BOX_HEADS, THREADS = 64, 32, 512
-SHARED_BYTES = {1: 215504, 2: 231904}  # SHARED in the kernel, which checks it, by blocks of heads in a cluster
+# SHARED in the kernel, which checks it, by (blocks of heads in a cluster, deterministic).
+SHARED_BYTES = {(1, False): 232128, (1, True): 215504, (2, False): 231904, (2, True): 231904}
 CLUSTERS_OF_FOUR = 30  # of 132 multiprocessors: what the parts of an H200 that share a cluster's network have room for
 
+
+def _defines(element: str, blocks: int, deterministic: bool) -> dict[str, Any]:
+    return {
+        "ELEMENT": element,
+        "HEAD_BLOCKS": blocks,
+        "DETERMINISTIC": int(deterministic),
+        "SHARED_BYTES": SHARED_BYTES[blocks, deterministic],
+    }
+
+
 # Every specialisation that this file launches, for the tests that compile them all.
-VARIANTS = {
-    FILE: [
-        {"ELEMENT": element, "DETERMINISTIC": deterministic, "HEAD_BLOCKS": blocks, "SHARED_BYTES": shared}
-        for element in ELEMENTS.values()
-        for deterministic in (0, 1)
-        for blocks, shared in SHARED_BYTES.items()
-    ]
-}
+VARIANTS = {FILE: [_defines(e, *which) for e in ELEMENTS.values() for which in SHARED_BYTES]}
 
 
 def fits(spec: Spec, device: int) -> bool:
     """Whether this path runs the call."""
     return (
-        spec.dim == DIM
-        and _is_hopper(device)
-        and 0 < spec.batch * spec.queries * -(-spec.heads // HEADS) <= MOST_ITEMS
+        spec.dim == DIM and _is_hopper(device) and 0 < spec.batch * spec.queries * -(-spec.heads // HEADS) <= MOST_ITEMS
     )
 
 
@@ -64,10 +66,10 @@ def launch(
     with np.errstate(over="ignore"):  # a scale beyond float32 is infinite there
         scale, scale2 = np.float32(spec.scale), np.float32(spec.scale * math.log2(math.e))
     _kernels.launch(
-        _kernel(dtype, deterministic, blocks),
+        _kernel(dtype, blocks, deterministic),
         grid=min(items, room) * 2 * blocks,
         block=THREADS,
-        shared_bytes=SHARED_BYTES[blocks],
+        shared_bytes=SHARED_BYTES[blocks, deterministic],
         stream=stream,
         q_map=maps[0],
         grad_out_map=maps[1],
@@ -95,11 +97,5 @@ def launch(
 
 
 @functools.cache
-def _kernel(dtype: str, deterministic: bool, blocks: int) -> _kernels.Kernel:
-    defines = {
-        "ELEMENT": ELEMENTS[dtype],
-        "DETERMINISTIC": int(deterministic),
-        "HEAD_BLOCKS": blocks,
-        "SHARED_BYTES": SHARED_BYTES[blocks],
-    }
-    return _kernels.kernel(FILE, FUNCTION, defines=defines, arch="sm_90a")
+def _kernel(dtype: str, blocks: int, deterministic: bool) -> _kernels.Kernel:
+    return _kernels.kernel(FILE, FUNCTION, defines=_defines(ELEMENTS[dtype], blocks, deterministic), arch="sm_90a")
