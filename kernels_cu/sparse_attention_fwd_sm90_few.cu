@@ -29,9 +29,10 @@
 //      It holds two of a stream's three blocks, which leaves one for the gather.
 //   3  again as 1; four partial sums instead of two: 0.343 against 0.351, and no difference after 4.
 //   4  ids scanned 32 at a time, lane numbers read anew where they are used, nothing spilled: 0.322 and 0.126.
-//   32 heads as two items: 0.61; the portable kernel 0.674.
-//   Up to here the last query came first. Since then, not timed in that run: the first query first (the 64-row kernel lost
-//   8 % with all blocks at rows of one length together), and L2 is asked for the ids of the item after (every 32 ids are
+//   32 heads as two items: 0.61; the portable kernel 0.674; the 64-row kernel 0.515, but it cannot read reversed views, which
+//   would then differ in bits.
+//   Up to here the last query came first. Since then, not timed in that run: the first query first (see 17 in
+//   sparse_attention_fwd_sm90.cu), and L2 is asked for the ids of the item after (every 32 ids are
 //   a line that a scan otherwise waits for).
 #include "sparse_attention_gather.cuh"
 
