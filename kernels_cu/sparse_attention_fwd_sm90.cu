@@ -47,6 +47,26 @@
 //  others of the day): H64 T640 0.547 ms, H64 T160 0.243 ms, S8192 H128 T1152 3.33 ms (the portable kernel: 1.26, 0.54, 8.08).
 //  Beside FlashMLA in one run, after 12, selections with fewer finished entries (382, 142, 640 a query), GEMM 702 TFLOP/s:
 //  0.461 against 0.629 and, ids compacted for it, 0.468; 0.244 against 0.356 and 0.340; 2.89 against 4.01 and 2.95.
+//  Other designs, rows of each right against the oracle, timed beside this one (H64 T640 0.545, H64 T160 0.242, S8192 H128 T1152
+//  3.45 to 3.55 ms, GEMM 764 to 786 TFLOP/s, 15 and 16 at 1.67 to 1.76 GHz by their own clocks), all with the last query
+//  first (see 17):
+//  13  a cluster of two blocks with half the columns each: Q and O in registers, two queries a block to cover each other,
+//      partial scores exchanged by st.async into the other block. Expected 0.39, got 0.787 (0.310, 4.67): the exchange of
+//      16 KB takes 1900 clocks of 4600 a 64-key block; by plain remote stores 0.921; left out (wrong results) 0.582.
+//  14  two warpgroups in step, half the columns each, sums of scores reduced and scattered through shared memory, p formed
+//      with the maximum before and checked in the same barrier, output by bulk stores. Expected 0.40, got 0.562 to 0.600
+//      (0.249 to 0.265, 3.65 to 3.81): scores 1270, softmax 530, barriers 240, values 1280 clocks a 64-key block one after
+//      another; 4200 clocks an item for Q and the output, which nothing hides.
+//  15  this division of work with 64 keys a block, three blocks, three quarters of Q in registers, p as an operand in
+//      shared memory. Expected 0.38, got 0.585 (0.236, 3.88): scores 1200, softmax 840, hand-over 550, but 810 of 3700
+//      clocks waiting for keys.
+//  16  the same with 48 keys and four blocks: 0.593 (0.232, 3.91): scores 1000, softmax 620, hand-over 530, waiting 280;
+//      0.67 where the gather warps have 24 registers and spill.
+//      In 15 and 16 the gather warps scan the ids themselves with 32 to 64 slots on their way, and each 32 ids are a line
+//      from DRAM: the scan, which here runs eight blocks ahead, may be what they wait for (not separated).
+//  17  here, the last query first and maxima shuffled only where a score rises by more than 2^8: 0.591, 0.247, 3.439.
+//      Not kept, the two not told apart. A guess: every block then has rows of one length from the start, and all ask for
+//      Q and ids and store at the same moment.
 #include "common_hopper.cuh"
 
 #ifndef ELEMENT

@@ -100,6 +100,31 @@ def test_arguments(launches, shared):
     assert launches[2].scale == np.inf
 
 
+def test_hopper_takes_one_kernel_for_few_heads_and_one_for_more(launches, shared, monkeypatch):
+    from dsv4cp.sparse_attention import cuda_sm90
+
+    monkeypatch.setattr(cuda, "forced_path", None)
+    monkeypatch.setattr(cuda_sm90, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(cuda_sm90, "_multiprocessors", lambda device: 132)
+    words = np.zeros((), [("words", np.uint64, (16,))])[()]
+    monkeypatch.setattr(cuda_sm90, "tensor_map", lambda *_: words)
+    for heads, queries, grid, block in (
+        (1, 5, 5, cuda_sm90.FEW_THREADS),
+        (16, 4, 4, cuda_sm90.FEW_THREADS),
+        (16, 1000, 132, cuda_sm90.FEW_THREADS),
+        (32, 5, 10, cuda_sm90.FEW_THREADS),
+        (33, 5, 10, cuda_sm90.THREADS),
+        (64, 1000, 132, cuda_sm90.THREADS),
+        (128, 5, 20, cuda_sm90.THREADS),
+    ):
+        launch(spec_of(s=queries, h=heads), stream=7)
+        got = launches[-1]
+        assert (got.grid, got.block, got.batch, got.stream) == (grid, block, 2, 7)
+        assert got.shared == got.defines["SHARED_BYTES"] <= SHARED["sm_90"]
+    launch(spec_of(h=16), reference_rounding=True)
+    assert "REFERENCE_ROUNDING" in launches[-1].defines
+
+
 @pytest.mark.parametrize("axis", "bsh")
 def test_nothing_to_do_is_an_empty_grid(launches, shared, axis):
     launch(spec_of(**{axis: 0}))

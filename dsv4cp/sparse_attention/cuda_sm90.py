@@ -1,4 +1,6 @@
-"""Launch parameters of kernels_cu/sparse_attention_fwd_sm90.cu: Hopper's path, D 512, bfloat16 and float16."""
+"""Launch parameters of Hopper's kernels, D 512, bfloat16 and float16: kernels_cu/sparse_attention_fwd_sm90.cu, 64 heads
+at a time, and kernels_cu/sparse_attention_fwd_sm90_few.cu, 16 at a time.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,22 @@ from .. import _kernels
 from .contract import Spec
 
 FILE, FUNCTION = "sparse_attention_fwd_sm90.cu", "sparse_attention_fwd_sm90"
-DIM, HEADS, THREADS = 512, 64, 512
-SHARED_BYTES = 228144  # SHARED in the kernel, which checks it
-FEWEST_HEADS = 33  # up to 32 heads fill no more than half of a 64-row tile
-MOST_ITEMS = 2**31 - 2**16  # the kernel counts (query, head block) pairs, and a grid beyond them, in 32 bits
+FEW_FILE, FEW_FUNCTION = "sparse_attention_fwd_sm90_few.cu", "sparse_attention_fwd_sm90_few"
+DIM = 512
+HEADS, THREADS = 64, 512
+SHARED_BYTES = 228144  # SHARED in the kernels, which check it
+FEW_HEADS, FEW_THREADS = 16, 384
+FEW_SHARED_BYTES = 205696
+FEW_AT_ONCE = 2  # (query, 16 heads) that a block works on
+MOST_FEW = 32  # up to so many heads fill no more than half of a 64-row tile
+MOST_ITEMS = 2**31 - 2**16  # the kernels count (query, head block) pairs, and a grid beyond them, in 32 bits
 ELEMENTS = {"bfloat16": "BFloat16", "float16": "Float16"}
 
 # Every specialisation that this file launches, for the tests that compile them all.
-VARIANTS = {FILE: [{"ELEMENT": element, "SHARED_BYTES": SHARED_BYTES} for element in ELEMENTS.values()]}
+VARIANTS = {
+    file: [{"ELEMENT": element, "SHARED_BYTES": shared} for element in ELEMENTS.values()]
+    for file, shared in ((FILE, SHARED_BYTES), (FEW_FILE, FEW_SHARED_BYTES))
+}
 
 # cuda.h: CU_TENSOR_MAP_DATA_TYPE_FLOAT16 and _BFLOAT16, _SWIZZLE_128B, _L2_PROMOTION_L2_128B
 DATA_TYPES = {"float16": 6, "bfloat16": 9}
@@ -30,10 +40,9 @@ def takes(spec: Spec, reference_rounding: bool, device: int) -> bool:
     """Whether this path runs the call."""
     return (
         spec.dim == DIM
-        and spec.heads >= FEWEST_HEADS
         and not reference_rounding
         and _is_hopper(device)
-        and 0 < spec.batch * spec.queries * -(-spec.heads // HEADS) <= MOST_ITEMS
+        and 0 < spec.batch * spec.queries * -(-spec.heads // FEW_HEADS) <= MOST_ITEMS
     )
 
 
@@ -42,14 +51,16 @@ def launch(arguments: dict[str, Any], spec: Spec, dtype: str, device: int, strea
 
     `arguments` are those of the portable kernel (cuda.launch_forward).
     """
+    if spec.heads <= MOST_FEW:
+        _launch_few(arguments, spec, dtype, device, stream)
+        return True
     strides = tuple(int(arguments[f"q_stride_{axis}"]) for axis in "hsb")
     q_map = tensor_map(int(arguments["q"]), (spec.heads, spec.queries, spec.batch), strides, dtype)
     if q_map is None:
         return False
-    items = spec.batch * spec.queries * -(-spec.heads // HEADS)
     _kernels.launch(
-        _kernel(dtype),
-        grid=min(items, _multiprocessors(device)),
+        _kernel(FILE, FUNCTION, SHARED_BYTES, dtype),
+        grid=min(spec.batch * spec.queries * -(-spec.heads // HEADS), _multiprocessors(device)),
         block=THREADS,
         shared_bytes=SHARED_BYTES,
         stream=stream,
@@ -58,6 +69,19 @@ def launch(arguments: dict[str, Any], spec: Spec, dtype: str, device: int, strea
         **arguments,
     )
     return True
+
+
+def _launch_few(arguments: dict[str, Any], spec: Spec, dtype: str, device: int, stream: Any) -> None:
+    items = spec.batch * spec.queries * -(-spec.heads // FEW_HEADS)
+    _kernels.launch(
+        _kernel(FEW_FILE, FEW_FUNCTION, FEW_SHARED_BYTES, dtype),
+        grid=min(-(-items // FEW_AT_ONCE), _multiprocessors(device)),
+        block=FEW_THREADS,
+        shared_bytes=FEW_SHARED_BYTES,
+        stream=stream,
+        batch=np.int32(spec.batch),
+        **arguments,
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -91,9 +115,9 @@ def _encoder() -> Any:
 
 
 @functools.cache
-def _kernel(dtype: str) -> _kernels.Kernel:
-    defines = {"ELEMENT": ELEMENTS[dtype], "SHARED_BYTES": SHARED_BYTES}
-    return _kernels.kernel(FILE, FUNCTION, defines=defines, arch="sm_90a")
+def _kernel(file: str, function: str, shared: int, dtype: str) -> _kernels.Kernel:
+    defines = {"ELEMENT": ELEMENTS[dtype], "SHARED_BYTES": shared}
+    return _kernels.kernel(file, function, defines=defines, arch="sm_90a")
 
 
 @functools.cache

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import cupy
 import numpy as np
 
+import dsv4cp
 from dsv4cp.sparse_attention import contract, cuda
 from tests.support.attention_gpu import DTYPES, layer_inputs, oracle, random_inputs
 from tests.support.compare import check_close, check_equal, check_frobenius, to_numpy
@@ -31,6 +32,8 @@ LAYERS = {
     "S4096 H16 T640 (R4)": (4096, 16, 4, 512, None),
     "S8192 H128 T1152 (R4)": (8192, 128, 4, 1024, None),
 }
+LONG = ("S65536 H64 T640 (R4)", 65536, 64, 4, 512)  # against the first of LAYERS, a query and a valid id
+PLANNED = (4096, 64, 4, 512)
 LSE_LIMIT = 2e-3
 SCALE = 512**-0.5
 failures: list[str] = []
@@ -95,20 +98,55 @@ def small_cases(path: str, seconds: float) -> None:
 
 
 def timed(inputs, repeats: int) -> float:
+    return timed_call(lambda: attend(*inputs, SCALE), repeats)
+
+
+def timed_call(call, repeats: int) -> float:
     """Median milliseconds."""
     filler = cupy.empty(2**30, np.uint8)
     for _ in range(3):
-        attend(*inputs, SCALE)
+        call()
     times = []
     for _ in range(repeats):
         begin, end = cupy.cuda.Event(), cupy.cuda.Event()
         filler.fill(0)  # while this runs, Python queues the call: what is measured is the device's time
         begin.record()
-        attend(*inputs, SCALE)
+        call()
         end.record()
         end.synchronize()
         times.append(cupy.cuda.get_elapsed_time(begin, end))
     return statistics.median(times)
+
+
+def long_layer(repeats: int) -> None:
+    """A sequence of 64K: the time of a query, and of a valid id, against the first layer's."""
+    cuda.forced_path = None
+    each = []
+    for name, shape in ((next(iter(LAYERS)), next(iter(LAYERS.values()))[:4]), (LONG[0], LONG[1:])):
+        inputs = layer_inputs(*shape)
+        valid, ms = int((inputs[3] >= 0).sum()), timed(inputs, repeats)
+        each.append((ms / shape[0], ms / valid))
+        print(
+            f"  {name:<24}{ms:8.3f} ms  {1e6 * ms / shape[0]:8.1f} ns a query, {1e6 * ms / valid:6.3f} ns a valid id",
+            flush=True,
+        )
+    (query, entry), (long_query, long_entry) = each
+    print(f"  the long one's: {long_query / query:.3f} a query, {long_entry / entry:.3f} a valid id", flush=True)
+
+
+def planned(repeats: int) -> None:
+    """One layer's call with int64 ids, as the index builder returns them, and with a plan made once."""
+    cuda.forced_path = None
+    q, kv, sinks, ids = layer_inputs(*PLANNED)
+    wide = ids.astype(np.int64)
+    plan = dsv4cp.plan_dsv4_sparse_indices(wide, kv.shape[1], "cuda")
+    without = timed_call(lambda: attend(q, kv, sinks, wide, SCALE), repeats)
+    given = timed_call(lambda: attend(q, kv, sinks, plan.indices, SCALE), repeats)
+    making = timed_call(lambda: dsv4cp.plan_dsv4_sparse_indices(wide, kv.shape[1], "cuda"), repeats)
+    print(
+        f"  int64 ids {without:.3f} ms, with a plan {given:.3f} ms (the plan, once for all layers: {making:.3f} ms)",
+        flush=True,
+    )
 
 
 def layers(paths: tuple[str, ...], repeats: int) -> None:
@@ -147,6 +185,9 @@ def main() -> int:
         cuda.forced_path = None if path == "default" else path
         small_cases(path, 15.0 if len(paths) > 1 else 25.0)
     layers(paths, 5 if options.quick else 20)
+    if "default" in paths:
+        planned(5 if options.quick else 20)
+        long_layer(3 if options.quick else 10)
     cuda.forced_path = None
     print("FAILED: " + "; ".join(failures) if failures else "ok")
     return 1 if failures else 0

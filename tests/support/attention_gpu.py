@@ -106,6 +106,12 @@ def v4_selection(queries: int, ratio: int, topk: int, *, window: int = 128):
     raw = cupy.where(raw > position, -1, raw)
     pooled = queries // ratio
     visible = (position + 1) // ratio
+    if queries * pooled > 2**28 and topk < pooled:  # too many to sort: one of each of topk even strata, a few twice
+        at = position * 0x9E3779B1 + cupy.arange(topk) * 0x85EBCA77 >> 7 & 0xFFFF
+        chosen = (cupy.arange(topk) * 65536 + at) * visible // (topk * 65536)
+        chosen = cupy.where(visible > topk, chosen, cupy.where(cupy.arange(topk) < visible, cupy.arange(topk), -1))
+        ids = cupy.concatenate([raw, cupy.where(chosen >= 0, chosen + queries, -1)], axis=1)
+        return cupy.ascontiguousarray(ids[None].astype(np.int32)), queries + pooled
     entry = cupy.arange(pooled)[None, :]
     if topk < pooled:  # distinct visible entries in the order of a multiplicative hash
         key = (position * pooled + entry) * 0x9E3779B97F4A7C1 >> 20 & 0x7FFFFFFF
