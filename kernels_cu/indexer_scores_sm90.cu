@@ -109,7 +109,7 @@ struct Call {
     const void* weights;
     float* out;
     i64 w_stride_b, w_stride_s, w_stride_h;
-    u32 before, phase, ratio;
+    u32 before, phase, ratio, step, step_part;  // step, step_part: block_queries / ratio and the rest
     int batch, queries, heads, entries, block_queries, weight_type, fill;
     float scale;
 };
@@ -117,32 +117,43 @@ struct Call {
 // limit_i = before + (phase + i) / ratio: how many entries query i of a batch row sees
 DEVICE int limit_of(const Call& p, int i) { return (int)min(p.before + (p.phase + (u32)i) / p.ratio, (u32)p.entries); }
 
-// The walk along this block's items.
+// The walk along this block's items. Divisions take long where many query blocks lie between two items, so the limit
+// of the last query of a block is carried along: sight + part / ratio entries without `before`.
 struct Walk {
-    int b, q0;               // the query block
-    int number, row_blocks;  // the item's number among those of its query block, and how many it has
+    int b, q0;   // the query block
+    int number;  // the item's number among those of its query block
+    u32 sight, part;
 };
 
-DEVICE void count_items(const Call& p, Walk& walk) {
-    walk.row_blocks = (limit_of(p, min(p.queries - walk.q0, p.block_queries) + walk.q0 - 1) + (u32)(ENTRIES - 1)) / ENTRIES;
+// Items of the walk's query block: how many entry blocks its last query sees.
+DEVICE int items_of(const Call& p, const Walk& walk) {
+    const u32 limit = p.queries - walk.q0 > p.block_queries ? min(p.before + walk.sight, (u32)p.entries) : limit_of(p, p.queries - 1);
+    return (limit + (u32)(ENTRIES - 1)) / ENTRIES;
+}
+DEVICE void start_row(const Call& p, Walk& walk) {
+    walk.q0 = 0;
+    const u32 last = p.phase + (u32)p.block_queries - 1;
+    walk.sight = last / p.ratio, walk.part = last % p.ratio;
 }
 DEVICE bool settle(const Call& p, Walk& walk) {  // moves to the item's query block; false behind the last item
-    while (walk.number >= walk.row_blocks) {
-        walk.number -= walk.row_blocks;
+    while (true) {
+        const int items = items_of(p, walk);
+        if (walk.number < items) return true;
+        walk.number -= items;
         if (p.queries - walk.q0 > p.block_queries) {
             walk.q0 += p.block_queries;
+            walk.sight += p.step, walk.part += p.step_part;
+            if (walk.part >= p.ratio) walk.sight++, walk.part -= p.ratio;
         } else {
-            walk.q0 = 0;
             if (++walk.b == p.batch) return false;
+            start_row(p, walk);
         }
-        count_items(p, walk);
     }
-    return true;
 }
 DEVICE bool start_walk(const Call& p, Walk& walk) {
-    walk.b = walk.q0 = 0;
+    walk.b = 0;
     walk.number = blockIdx.x;
-    count_items(p, walk);
+    start_row(p, walk);
     return settle(p, walk);
 }
 DEVICE bool next_item(const Call& p, Walk& walk) {
@@ -201,13 +212,14 @@ DEVICE float load_weight(const Call& p, i64 at) {
 }
 
 DEVICE void weight_warp(const Call& p, u32 shared, u32 bars, int lane) {
-    const int n = lane * 4 / HEADS, h = lane * 4 % HEADS;  // this lane's query of a stage and first of four heads
-    const u32 to = shared + AT_W + ((n * 4 + (h & 7) / 2) * QUAD_WEIGHTS + (h >> 3) * 2) * 4;
-    int stage = 0;
-    u32 parity = 1;
+    const int n = lane * 4 / HEADS;  // this lane's query of a stage; it brings four heads from h on
+    const u32 to = shared + AT_W + ((n * 4 + (lane & 1) * 2) * QUAD_WEIGHTS + lane % (HEADS / 4) / 2 * 2) * 4;
+    u32 ring = 1;  // twice the stage, plus its parity: registers are few
     Walk walk;
     for (bool more = start_walk(p, walk); more; more = next_item(p, walk)) {
         const int end = min(p.queries - walk.q0, p.block_queries) + walk.q0;
+        int h = lane * 4 % HEADS;
+        asm volatile("" : "+r"(h));  // anew for every item: registers are too few for what the compiler would keep
         i64 from = walk.b * p.w_stride_b + (walk.q0 + n) * p.w_stride_s + h * p.w_stride_h;
 #pragma unroll 1
         for (int i0 = walk.q0; i0 < end; i0 += QUERIES, from += QUERIES * p.w_stride_s) {
@@ -215,15 +227,16 @@ DEVICE void weight_warp(const Call& p, u32 shared, u32 bars, int lane) {
 #pragma unroll
             for (int u = 0; u < 4; u++)
                 w[u] = i0 + n < end && h + u < p.heads ? load_weight(p, from + u * p.w_stride_h) : 0.f;
-            bar_wait(bars + (BAR_FREE + stage) * 8, parity);
+            bar_wait(bars + (BAR_FREE + (ring >> 1)) * 8, ring & 1);
 #pragma unroll
             for (int u = 0; u < 4; u++)
-                store_u32(to + stage * W_BYTES + ((u >> 1) * QUAD_WEIGHTS + (u & 1)) * 4, __float_as_uint(__fmul_rn(w[u], p.scale)));
+                store_u32(to + (ring >> 1) * W_BYTES + ((u >> 1) * QUAD_WEIGHTS + (u & 1)) * 4, __float_as_uint(__fmul_rn(w[u], p.scale)));
             if (lane < QUERIES)  // -1: there is no such query
-                store_u32(shared + AT_LIMIT + (stage * QUERIES + lane) * 4, i0 + lane < end ? limit_of(p, i0 + lane) : -1);
+                store_u32(shared + AT_LIMIT + ((ring >> 1) * QUERIES + lane) * 4, i0 + lane < end ? limit_of(p, i0 + lane) : -1);
             __syncwarp();
-            if (lane == 0) bar_arrive(bars + (BAR_FULL + stage) * 8);
-            if (++stage == STAGES) stage = 0, parity ^= 1;
+            if (lane == 0) bar_arrive(bars + (BAR_FULL + (ring >> 1)) * 8);
+            ring += 2;
+            if (ring >= 2 * STAGES) ring = (ring & 1) ^ 1;
         }
     }
 }
@@ -385,15 +398,16 @@ DEVICE void score_group(const Call& p, u32 shared, u32 bars, int group, int thre
 
 // q_map: q as [B][S][heads][E], boxes of QUERIES by HEADS by 64 columns; k_map: entries as [1][B][P][E], boxes of 64 by 64
 // columns; 128-byte swizzled. Strides of the weights in elements; weight_type 0 float32, 1 bfloat16, 2 float16. out
-// [B][S][P]. phase < 2^31. block_queries: a multiple of QUERIES. fill: write -inf where nobody looks.
+// [B][S][P]. phase < 2^31; step, step_part:
+// block_queries / ratio and the rest. block_queries: a multiple of QUERIES. fill: write -inf where nobody looks.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) indexer_scores_sm90(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const void* weights, float* out, i64 w_stride_b,
-    i64 w_stride_s, i64 w_stride_h, u32 before, u32 phase, u32 ratio, int batch, int queries, int heads, int entries, int block_queries,
+    i64 w_stride_s, i64 w_stride_h, u32 before, u32 phase, u32 ratio, u32 step, u32 step_part, int batch, int queries, int heads, int entries, int block_queries,
     int weight_type, int fill, float scale) {
     extern __shared__ __align__(1024) unsigned char dynamic[];
     const u32 shared = (u32)__cvta_generic_to_shared(dynamic), bars = shared + AT_BARS;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const Call p = {&q_map, &k_map, weights, out, w_stride_b, w_stride_s, w_stride_h, before, phase, ratio,
+    const Call p = {&q_map, &k_map, weights, out, w_stride_b, w_stride_s, w_stride_h, before, phase, ratio, step, step_part,
                     batch, queries, heads, entries, block_queries, weight_type, fill, scale};
     if (threadIdx.x == 0) {
         bar_init(bars + BAR_K_FULL * 8, 1);

@@ -187,15 +187,37 @@ def test_selection_fits_its_block(launches, entries, topk):
     assert by_id.grid == 10 and by_id.block == by_id.defines["THREADS"]
     assert by_id.sort_size == 0 and topk <= by_score.sort_size < 2 * topk
     assert by_score.sort_size & (by_score.sort_size - 1) == 0
-    assert by_id.shared >= 4 * 2049 and by_id.shared >= 4 * topk
+    assert by_id.shared == 8 * 2052 and by_id.shared >= 4 * topk
     assert by_score.shared >= 8 * by_score.sort_size
     assert by_score.shared <= 48 * 1024 - 1024
     assert (by_id.before, by_id.phase, by_id.ratio, by_id.stream) == (0, 1, 4, 7)
     assert (by_id.scores, by_id.ids, by_id.values) == (2**40, 2**40 + 1, 0)
     assert (by_id.stride_b, by_id.stride_s) == (2**34, -8)
     assert (by_id.queries, by_id.entries, by_id.topk) == (5, entries, topk)
+    assert (by_id.first, by_id.rows) == (0, 5)
     assert by_id.defines in cuda_topk.VARIANTS["indexer_topk.cu"]
     assert by_score.defines in cuda_topk.VARIANTS["indexer_topk.cu"]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("queries", [1, 5000, 16383, 16390, 40000])
+@pytest.mark.parametrize("visible", [Limits(0, 1, 4), Limits(9000, 0, 1), Limits(4000, 3, 7), Limits(5000, 3, 2**31)])
+def test_small_blocks_take_short_rows(batch, queries, visible):
+    made = cuda_topk.pieces(batch, queries, 9000, visible)
+    small, _ = cuda_topk.BLOCKS.values()
+    limits = np.minimum(visible.before + (visible.phase + np.arange(queries)) // visible.ratio, 9000)
+    at = 0
+    for first, rows, block in made:
+        assert first == at and rows > 0
+        at += rows
+        if block == small:
+            assert limits[first : first + rows].max() <= 4096
+        elif len(made) == 2:
+            assert limits[first : first + rows].min() > 4096
+    assert at == queries
+    short = int((limits <= 4096).sum())
+    assert len(made) == 1 + (min(short, queries - short) * batch >= cuda_topk.FEWEST_ROWS)
+    assert cuda_topk.pieces(batch, queries, 4096, visible) == [(0, queries, small)]
 
 
 def test_documents_of_a_part_are_found(launches):

@@ -11,6 +11,7 @@ from typing import Any
 
 import dsv4cp
 
+from . import bench_cudnn
 from .bench_gpu import Case, Function
 from .bench_gpu_cases import RATIO, WINDOW, selection, with_torch
 
@@ -102,6 +103,14 @@ def attention_forward(sets: list[dict[str, Any]], keys: int, scale: float, torch
 
 
 def attention_backward(sets: list[dict[str, Any]], keys: int, scale: float, torch_too: bool) -> dict[str, Function]:
+    return _by_cuda(sets, keys, scale, torch_too) | bench_cudnn.backward(sets, keys, scale, torch_too)
+
+
+def _by_cuda(sets: list[dict[str, Any]], keys: int, scale: float, torch_too: bool) -> dict[str, Function]:
+    from ..sparse_attention.ops import GRAD_OFFERED
+
+    if "cuda" not in GRAD_OFFERED:
+        return {}
     ours: dict[str, Function] = {
         f"dsv4cp, CuPy, {impl}": functools.partial(_gradient, scale=scale, impl=impl)
         for impl in ("atomic", "deterministic")
@@ -158,6 +167,30 @@ def indexer_sets(queries: int, topk: int, tiny: bool) -> tuple[list[dict[str, An
     return sets, sum((i + 1) // RATIO for i in range(queries))
 
 
+def selecting(tiny: bool, *, queries: int, topk: int) -> Case:
+    """The top-k of given causal scores: every finished score read once, ids written once."""
+    import cupy
+
+    queries = 256 if tiny else queries
+    entries = queries // RATIO
+    topk = min(topk, entries)
+    hidden = cupy.arange(entries)[None, None] >= ((cupy.arange(queries) + 1) // RATIO)[None, :, None]
+    sets = []
+    for _ in range(2):
+        scores = cupy.random.standard_normal((1, queries, entries), dtype=cupy.float32)
+        scores[hidden] = -cupy.inf
+        sets.append({"scores": scores})
+    with_torch(sets)
+    for arrays in sets:
+        arrays["topk"] = topk
+    ours: dict[str, Function] = {
+        "dsv4cp, CuPy": lambda scores, **_: dsv4cp.select_indexer_topk(scores, topk, backend="cuda")
+    }
+    size = f"indexer: S{queries} P{entries} top-k {topk}"
+    pairs = sum((i + 1) // RATIO for i in range(queries))
+    return Case("indexer selection", size, "indexer_selection", sets, ours, bytes=4 * pairs + 4 * queries * topk)
+
+
 def indexing(tiny: bool, *, part: str, queries: int, topk: int) -> Case:
     """Scores of every finished entry, the exact top-k of them, or the gradient through chosen entries."""
     sets, pairs = indexer_sets(queries, topk, tiny)
@@ -195,15 +228,17 @@ INDEXER: tuple[dict[str, Any], ...] = ({"queries": 4096, "topk": 512}, {"queries
 
 def cases() -> list[Callable[[bool], Case]]:
     """The cases of the ops that have CUDA kernels in this version."""
+    from ..indexer.ops import GRAD_OFFERED as indexer_gradient_offered
     from ..indexer.ops import OFFERED as indexer_offered
     from ..sparse_attention.ops import GRAD_OFFERED as gradient_offered
     from ..sparse_attention.ops import OFFERED as attention_offered
 
     made: list[Callable[[bool], Case]] = []
     if "cuda" in attention_offered:
-        parts = (False, True) if "cuda" in gradient_offered else (False,)
+        parts = (False, True) if "cuda" in gradient_offered or bench_cudnn.there() else (False,)
         made += [functools.partial(attention, **shape, backward=backward) for shape in ATTENTION for backward in parts]
     if "cuda" in indexer_offered:
-        of = ("scores", "top-k", "backward")
+        of = ("scores", "top-k", "backward") if "cuda" in indexer_gradient_offered else ("scores", "top-k")
         made += [functools.partial(indexing, **shape, part=part) for shape in INDEXER for part in of]
+        made += [functools.partial(selecting, **shape) for shape in INDEXER]
     return made

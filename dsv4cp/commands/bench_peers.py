@@ -41,6 +41,8 @@ def of(op: str, sets: list[dict[str, Any]], say: Callable[[str], None]) -> Itera
             sources = (layers.cudnn_scores, layers.automodel_scores)
         case "indexer_top-k":
             sources = (layers.cudnn_topk,)
+        case "indexer_selection":
+            sources = (layers.cudnn_selection, layers.torch_selection)
         case "indexer_backward":
             sources = (layers.cudnn_scores_backward, layers.automodel_scores_backward)
     for source in sources:

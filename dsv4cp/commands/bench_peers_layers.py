@@ -169,6 +169,28 @@ def cudnn_topk(sets: Sets) -> Iterator[Peer]:
     yield f"cuDNN DSA{version('nvidia-cudnn-frontend')}, scores then top-k", call
 
 
+def cudnn_selection(sets: Sets) -> Iterator[Peer]:
+    import torch
+    from cudnn.deepseek_sparse_attention import DSA
+
+    from .bench_gpu_cases import RATIO
+    from .bench_peers import version
+
+    queries, topk = sets[0]["scores_"].shape[1], sets[0]["topk"]
+    finished = ((torch.arange(queries, device="cuda") + 1) // RATIO).clamp(min=1).int()
+    yield (
+        f"cuDNN DSA{version('nvidia-cudnn-frontend')}",
+        lambda scores_, **_: DSA.indexer_top_k_wrapper(scores_[0], finished, topk),
+    )
+
+
+def torch_selection(sets: Sets) -> Iterator[Peer]:
+    import torch
+
+    topk = sets[0]["topk"]
+    yield f"torch {torch.__version__} topk", lambda scores_, **_: torch.topk(scores_, topk, dim=-1, sorted=False)
+
+
 def cudnn_scores_backward(sets: Sets) -> Iterator[Peer]:
     """Its gradient is that of a KL loss on the chosen scores: the same products, a little more arithmetic."""
     import torch

@@ -68,6 +68,7 @@ def launch(q: Any, k: Any, shared: dict[str, Any], spec: Spec, visible: Any, dev
     )
     if q_map is None or k_map is None:
         return False
+    queries = block_queries(spec, visible, multiprocessors(device))
     _kernels.launch(
         _kernel(q.dtype, spec.index_dim, heads),
         grid=multiprocessors(device),
@@ -77,7 +78,9 @@ def launch(q: Any, k: Any, shared: dict[str, Any], spec: Spec, visible: Any, dev
         q_map=q_map,
         k_map=k_map,
         batch=np.int32(spec.batch),
-        block_queries=np.int32(block_queries(spec, visible, multiprocessors(device))),
+        block_queries=np.int32(queries),
+        step=np.uint32(queries // visible.ratio),
+        step_part=np.uint32(queries % visible.ratio),
         **shared,
     )
     return True

@@ -22,20 +22,18 @@ from .cuda_scores import Limits, Operand, operand, readable
 FILE = "indexer_topk.cu"
 ELEMENTS = {"float32": "Float32", "bfloat16": "BFloat16", "float16": "Float16"}
 MOST = 2048  # entries that the kernel can choose
-BIN_BYTES = 4 * 2049
+BIN_BYTES = 2 * 4 * 2052  # two arrays of bins
 CHUNK_BYTES = 192 * 2**20  # scores of the queries that are scored before they are selected from
-BLOCKS = {2048: (128, 4, 10), 2**31: (512, 4, 3)}  # up to how many entries: threads, vectors, blocks a multiprocessor
+# Up to how many entries: threads, blocks a multiprocessor. 32 entries a thread stay in registers; longer rows are read
+# once a pass.
+FEWEST_ROWS = 2048  # that are worth a launch of their own
+BLOCKS = {4096: (128, 6), 2**31: (256, 3)}
 
 
-def _defines(dtype: str, block: tuple[int, int, int], documents: bool) -> dict[str, Any]:
-    threads, vectors, blocks = block
-    return {
-        "ELEMENT": ELEMENTS[dtype],
-        "THREADS": threads,
-        "VECTORS": vectors,
-        "BLOCKS": blocks - documents,
-        "DOCUMENTS": int(documents),
-    }
+def _defines(dtype: str, block: tuple[int, int], documents: bool) -> dict[str, Any]:
+    threads, blocks = block
+    blocks = blocks * 3 // 4 if documents else blocks  # which want more registers
+    return {"ELEMENT": ELEMENTS[dtype], "THREADS": threads, "BLOCKS": blocks, "DOCUMENTS": int(documents)}
 
 
 VARIANTS: dict[str, list[dict[str, Any]]] = {
@@ -119,33 +117,48 @@ def launch_select(
     """
     batch, queries, entries = shape
     pointers = [np.uintp(x.data.ptr) for x in documents] or [np.uintp(0)] * 4
-    block = next(block for most, block in BLOCKS.items() if entries <= most)
     sort_size = 1 << (topk - 1).bit_length() if order == "score" else 0
-    _kernels.launch(
-        _kernel(scores.dtype, block, bool(documents)),
-        grid=batch * queries,
-        block=block[0],
-        shared_bytes=max(BIN_BYTES, 8 * sort_size),
-        stream=stream,
-        scores=np.uintp(scores.address),
-        ids=np.uintp(ids),
-        values=np.uintp(values),
-        stride_b=np.int64(scores.strides[0]),
-        stride_s=np.int64(scores.strides[1]),
-        before=np.uint32(visible.before),
-        phase=np.uint32(visible.phase),
-        ratio=np.uint32(visible.ratio),
-        queries=np.int32(queries),
-        entries=np.int32(entries),
-        topk=np.int32(topk),
-        sort_size=np.int32(sort_size),
-        q_segments=pointers[0],
-        q_positions=pointers[1],
-        entry_segments=pointers[2],
-        entry_positions=pointers[3],
-        q_stride=np.int64(documents[0].strides[0] // 8 if documents else 0),
-        group=np.int64(ratio),
-    )
+    for first, rows, block in pieces(batch, queries, entries, visible):
+        _kernels.launch(
+            _kernel(scores.dtype, block, bool(documents)),
+            grid=batch * rows,
+            block=block[0],
+            shared_bytes=max(BIN_BYTES, 8 * sort_size),
+            stream=stream,
+            scores=np.uintp(scores.address),
+            ids=np.uintp(ids),
+            values=np.uintp(values),
+            stride_b=np.int64(scores.strides[0]),
+            stride_s=np.int64(scores.strides[1]),
+            before=np.uint32(visible.before),
+            phase=np.uint32(visible.phase),
+            ratio=np.uint32(visible.ratio),
+            queries=np.int32(queries),
+            first=np.int32(first),
+            rows=np.int32(rows),
+            entries=np.int32(entries),
+            topk=np.int32(topk),
+            sort_size=np.int32(sort_size),
+            q_segments=pointers[0],
+            q_positions=pointers[1],
+            entry_segments=pointers[2],
+            entry_positions=pointers[3],
+            q_stride=np.int64(documents[0].strides[0] // 8 if documents else 0),
+            group=np.int64(ratio),
+        )
+
+
+def pieces(batch: int, queries: int, entries: int, visible: Limits) -> list[tuple[int, int, tuple[int, int]]]:
+    """(first query, queries, block) of each launch: queries that see few entries get smaller blocks."""
+    few, (small, large) = next(iter(BLOCKS)), BLOCKS.values()
+    if entries <= few:
+        return [(0, queries, small)]
+    short = max(0, (few + 1 - visible.before) * visible.ratio - visible.phase)  # queries that see no more than `few`
+    if batch * short < FEWEST_ROWS:
+        return [(0, queries, large)]
+    if batch * (queries - short) < FEWEST_ROWS:
+        return [(0, queries, small if short >= queries else large)]
+    return [(0, short, small), (short, queries - short, large)]
 
 
 def _select_slowly(scores: Any, documents: Any, found: tuple[Any, Any], spec: TopkSpec) -> None:
@@ -178,5 +191,5 @@ def _three_axes(scores: Any) -> Any:
 
 
 @functools.cache
-def _kernel(dtype: str, block: tuple[int, int, int], documents: bool) -> _kernels.Kernel:
+def _kernel(dtype: str, block: tuple[int, int], documents: bool) -> _kernels.Kernel:
     return _kernels.kernel(FILE, "indexer_topk", defines=_defines(dtype, block, documents))

@@ -91,7 +91,8 @@ def dsv4_indexer_topk_scores(
 ) -> torch.Tensor:
     """Scores at the ids of topk_indices [B, S, T] (int32 or int64), -inf where an id is outside [0, P).
 
-    Only the named rows of pooled_kv are read and only they get a gradient; a repeated id adds once per slot.
+    Only the named rows of pooled_kv reach a result and only they get a gradient, which is summed in float32 (float64 if
+    any input is) and rounded once; a repeated id adds once per slot.
     "tilelang" (the CUDA kernels: bfloat16 or float16, E 64 or 128, I 1 to 128) sums the gradient of pooled_kv over
     queries with atomic additions, whose last bits may differ from run to run. While
     torch.use_deterministic_algorithms(True) is set during the backward pass it sums integers scaled by a power of two
@@ -129,7 +130,7 @@ def _topk_scores_torch(
     row_starts = torch.arange(spec.batch, device=q.device)[:, None, None] * spec.entries
     ids, valid = (x.flatten(0, 1) for x in (torch.where(valid, topk_indices + row_starts, -1), valid))
     q, weights = (cast(xp, x, spec.compute).flatten(0, 1) for x in (q, weights))
-    pooled_kv = pooled_kv.flatten(0, 1)
+    pooled_kv = cast(xp, pooled_kv, spec.compute).flatten(0, 1)  # torch adds the slots' gradients in this dtype
     if pooled_kv.shape[0] == 0:  # a row to point at, so that the result still belongs to the autograd graph
         pooled_kv = torch.cat([pooled_kv, pooled_kv.new_zeros(1, spec.index_dim)])
     rows = reference.select_rows(xp, pooled_kv, ids, valid, spec.compute)
