@@ -12,6 +12,9 @@
 //
 // Masked slots are zero-filled by the copy, which reads nothing; a group without a valid slot costs its ids alone.
 // relu keeps NaN.
+//
+// Floors on one H200 at S32768 k1024 I64 E128: products 0.65 ms, rows out of L2 0.86 ms. Measured 2.03 to 2.09 ms (GEMM
+// 8192^3 of the runs 787 to 792 TFLOP/s), S4096 k512 0.14: mma.sync from eight warps a multiprocessor.
 #include "indexer_grad.cuh"
 
 #ifndef ELEMENT

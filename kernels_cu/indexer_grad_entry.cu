@@ -11,7 +11,10 @@
 // Shared memory (dynamic): q [2][64][E] (16-byte chunks swizzled by XOR with the row), w [2][64] and its power of two [2].
 // Determinism: no atomics: sums in the order of queries, then of segments (indexer_grad_finish). g of unseen pairs is not read.
 //
-// Log: see indexer_grad_query.cu for the operands (on w exact in 16 bits where w is; g and scale in float32).
+// Operands as in indexer_grad_query.cu: on w exact in 16 bits where w is; g and scale in float32.
+//
+// Log (one H200, CUDA 13.0): dense S8192 P2048 I64 E128, the whole call with Hopper's kernel for q and w 2.6 ms (GEMM 8192^3 of
+// the run 787 TFLOP/s), of which three causal products need 0.52: this kernel is bound by shared memory (q is read by each warp).
 #include "indexer_grad.cuh"
 
 #ifndef ELEMENT

@@ -24,6 +24,10 @@
 // w and g are first scaled by powers of two near their largest magnitude: float16 neither overflows nor underflows.
 // on 0 multiplies w and g instead of replacing them, so that NaN and infinities stay (0 NaN = NaN). Slots that do not exist
 // are zero-filled by the copy, which reads nothing.
+//
+// Log (one H200, CUDA 13.0, whole calls, I64 E128, GEMM 8192^3 of the run 787 TFLOP/s): S32768 k1024 8.1 ms atomic, 35.6
+// deterministic; S4096 k512 0.51 and 2.0. Additions alone reach 5.2 ms in pieces of 64 bytes (red.v4), and for integers
+// 21 ms in pieces of 16 bytes, 14 in pieces of 32: since then lanes trade integers so that they come in the latter (not timed).
 #include "indexer_grad.cuh"
 #include "fixed_sum.cuh"
 

@@ -27,9 +27,14 @@
 //   1  additions alone, random ascending rows: pieces of 64 bytes (red.v4 as the fragments lie) 5.2 ms, of 32 bytes 7.1, of
 //      128 bytes and more, bulk rows of 256 or 512 bytes too, 4.3. Integers (64 bits): pieces of 16 bytes 21 ms, of
 //      32 bytes 14.4, of 128 bytes and bulk rows 8.6. Gathering key rows beside it costs 0.2. Hence rows through shared memory.
-//   2  one warpgroup a block that also copied and added (GEMM of the run 787 TFLOP/s): 6.23 ms atomic, 10.8 deterministic; S4096
-//      k512 0.436 and 0.681. fence.proxy.async is a MEMBAR, which waits for copies in flight; 16 additions a lane are a loop
-//      of uniform instructions; both stood between the products. Hence warps of their own for both.
+//   2  one warpgroup a block that also copied and added: predicted 4.6 ms, got 6.23 atomic and 10.8 deterministic; S4096 k512
+//      0.436 and 0.681 (GEMM 8192^3 of the run 787 TFLOP/s). fence.proxy.async is a MEMBAR; additions of a warp are a loop of
+//      uniform instructions; both stood between the products. Hence warps of their own for copies and additions.
+//   3  roles: predicted 5.0 ms, got 5.54 atomic and 10.97 deterministic; S4096 k512 0.384 and 0.689 (792 TFLOP/s).
+//   4  ids, incoming gradients and w asked for together instead of one after another, the next block's from L2: predicted
+//      5.0, got 5.59 and 10.95; S4096 0.381 and 0.684 (787 TFLOP/s): the start of a query was not what costs.
+//   Times are those of the whole call: clearing the sums, bounds, this kernel, rounding. Not tried on a GPU yet: additions as
+//   red.v4 of whole rows by the addition warps, which would free rows sooner.
 #ifndef ELEMENT
 #define ELEMENT BFloat16
 #endif
@@ -75,15 +80,6 @@ DEVICE void prefetch(const char* from, int bytes, int thread) {
 
 // ---- Gather and addition warps -------------------------------------------------------------------------
 
-#if FIXED
-#define BULK_TYPE "u64"
-#else
-#define BULK_TYPE "f32"
-#endif
-DEVICE void bulk_add(Sum* to, u32 from) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add." BULK_TYPE " [%0], [%1], 512;" ::"l"(to), "r"(from) : "memory");
-}
-
 // Copies half of each block's 64 listed key rows; rows from `count` on are zeros. `step` counts blocks over all lists.
 DEVICE void gather(const u16* k, i64 stride, u32 shared, int count, int& step, int part, int lane) {
     const int chunk = lane & 15;
@@ -102,55 +98,24 @@ DEVICE void gather(const u16* k, i64 stride, u32 shared, int count, int& step, i
     }
 }
 
-#ifndef ADDITIONS
-#define ADDITIONS 0
-#endif
-// Adds half of each block's rows to memory, all of a row or (FIXED) half of it at a time.
+// Adds half of each block's rows to memory: 512 bytes a lane, all of a row or (FIXED) half of it at a time.
 DEVICE void add_rows(Sum* sums, int key_first, u32 shared, int count, int& step, int part, int lane) {
     const u32 full = shared + AT_BARS + (BAR_ROWS_FULL + part) * 8, free = shared + AT_BARS + (BAR_ROWS_FREE + part) * 8;
-    const u32 from = shared + AT_ROWS + part * ROWS_EACH * PITCH;
+    const u32 from = shared + AT_ROWS + (part * ROWS_EACH + lane) * PITCH;
     for (int block = 0; block < count; block += SLOTS) {
-        const int mine = block + part * ROWS_EACH + lane, rows = min(count - block - part * ROWS_EACH, ROWS_EACH);
-        const int key = mine < count ? (int)load_u32(shared + AT_ID + mine * 4) - key_first : 0;
+        const int mine = block + part * ROWS_EACH + lane;
+        Sum* to = mine < count ? sums + (i64)((int)load_u32(shared + AT_ID + mine * 4) - key_first) * DIM : nullptr;
 #pragma unroll 1
         for (int half = 0; half < (FIXED ? 2 : 1); ++half, ++step) {
             bar_wait(full, step & 1);
-#if ADDITIONS == 3
-#elif ADDITIONS == 0
-            if (lane < rows) bulk_add(sums + (i64)key * DIM + half * 64, from + lane * PITCH);
-            asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
-#elif ADDITIONS == 1
-            if (rows == ROWS_EACH) {
-#pragma unroll 8
-                for (int r = 0; r < ROWS_EACH; ++r) {
-                    const int to = __shfl_sync(FULL_WARP, key, r);
-                    if (lane == 0) bulk_add(sums + (i64)to * DIM + half * 64, from + r * PITCH);
-                }
-            } else if (lane < rows) {
-                bulk_add(sums + (i64)key * DIM + half * 64, from + lane * PITCH);
-            }
-            asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
-#else
-#pragma unroll 4
-            for (int r = 0; r < rows; ++r) {
-                Sum* to = sums + (i64)__shfl_sync(FULL_WARP, key, r) * DIM + half * 64;
+            if (to != nullptr) {
 #if FIXED
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    i64 x;
-                    asm volatile("ld.shared.u64 %0, [%1];" : "=l"(x) : "r"(from + r * PITCH + i * 256 + lane * 8) : "memory");
-                    add_fixed(to + i * 32 + lane, x);
-                }
+                asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u64 [%0], [%1], 512;" ::"l"(to + half * 64), "r"(from) : "memory");
 #else
-                float x[4];
-                asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                             : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
-                             : "r"(from + r * PITCH + lane * 16)
-                             : "memory");
-                add4(to + lane * 4, x[0], x[1], x[2], x[3]);
+                asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], 512;" ::"l"(to), "r"(from) : "memory");
 #endif
             }
-#endif
+            asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
             __syncwarp();  // all lanes' rows have been read
             if (lane == 0) bar_arrive(free);
         }

