@@ -6,7 +6,8 @@
 //                never NaN nor -inf; -1 where there are not enough
 //     visible  : j < limit_i = before + (phase + i) / ratio; DOCUMENTS: same segment, not 0, and early enough in it
 //
-// Grid: one block a row, of the queries first .. first + rows - 1 of each batch row. Block: THREADS; a tile is 32 entries a thread, 1024 neighbours a warp, four neighbours a vector.
+// Grid: one block a row, of the queries first .. first + rows - 1 of each batch row. Block: THREADS; a tile is VECTORS times
+//   four neighbours a thread, VECTORS times 128 neighbours a warp.
 // Shared memory (dynamic): two times 2049 bins; chosen ids, or pairs of ranks and ids to sort, in the place of the first.
 // Determinism: integer counts alone, so atomics leave no trace; bits of a row depend on its scores alone.
 //
@@ -32,8 +33,11 @@
 #ifndef THREADS
 #define THREADS 256
 #endif
+#ifndef VECTORS
+#define VECTORS 8
+#endif
 #ifndef BLOCKS
-#define BLOCKS 4  // of a multiprocessor, for the register budget
+#define BLOCKS 3  // of a multiprocessor, for the register budget
 #endif
 #ifndef DOCUMENTS
 #define DOCUMENTS 0
@@ -41,7 +45,7 @@
 typedef ELEMENT Element;
 typedef Element::storage element;
 
-static const int WARPS = THREADS / 32, VECTORS = 8, WARP_ENTRIES = VECTORS * 128, TILE = WARPS * WARP_ENTRIES;
+static const int WARPS = THREADS / 32, WARP_ENTRIES = VECTORS * 128, TILE = WARPS * WARP_ENTRIES;
 static const int BINS = 2048, OWN_BINS = BINS / THREADS, ARRAY = BINS + 4;  // words of an array of bins
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 static const int RESIDENT = BLOCKS * 3 / 4;  // the compiler wants more registers there
@@ -49,7 +53,7 @@ static const int RESIDENT = BLOCKS * 3 / 4;  // the compiler wants more register
 static const int RESIDENT = BLOCKS;
 #endif
 static const u32 NONE = 0xffffffffu, POSITIVE = 0x7fffffffu;
-static_assert(WARPS >= 4 && WARPS <= 8 && OWN_BINS % 4 == 0, "how counts are summed");
+static_assert(WARPS >= 4 && WARPS <= 8 && VECTORS <= 8 && OWN_BINS % 4 == 0, "how counts are summed");
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
 // The bits of the score, -0.0 as +0.0; NaN and -inf: NONE. No flushing of subnormals, whatever the compiler's options.

@@ -79,8 +79,6 @@ def launch(q: Any, k: Any, shared: dict[str, Any], spec: Spec, visible: Any, dev
         k_map=k_map,
         batch=np.int32(spec.batch),
         block_queries=np.int32(queries),
-        step=np.uint32(queries // visible.ratio),
-        step_part=np.uint32(queries % visible.ratio),
         **shared,
     )
     return True
