@@ -12,19 +12,32 @@
 // Grid: persistent, one block a multiprocessor. An item is a block of ENTRIES entries by `block_queries` queries; items
 //   are numbered query block by query block, and block i takes the items i, i + grid, ...: multiprocessors that run side
 //   by side read the same queries, so that each query comes from memory once. Items without a visible pair do not exist.
-// Block: GROUPS warpgroups, each TILES tiles of 64 entries (tile t of group g is number t GROUPS + g, so that a block cut
-//   by the causal limit still occupies all groups), and four more warps: one starts copies, one brings weights and
-//   limits, two write -inf where no item reaches.
+// Block: GROUPS warpgroups, each two tiles of 64 entries (tile t of group g is number t GROUPS + g, so that a block cut by
+//   the causal limit still occupies all groups), and four more warps: one starts copies, one brings weights and limits,
+//   two write -inf where no item reaches.
 // Shared memory (dynamic): entries of the item [E/64][ENTRIES][64], STAGES of 128 (query, head) rows [E/64][128][64], all
 //   128-byte swizzled; then weights times scale in the order in which threads use them, limits, the item, barriers.
 // Determinism: no atomics; a score is one sum in an order that E and the number of heads decide.
 //
-// The tensor cores are lent to one warpgroup after the other (HAND_OVER): while one multiplies, the others weigh and
-// sum. Without an order all of them would finish together and weigh together.
+// The tensor cores are lent to one warpgroup after the other (HAND_OVER): while one multiplies a unit of 64 rows with its
+// two tiles, the others weigh and sum theirs.
 //
-// Budget on one H200, S32768 P8192 I64 E128, causal: 2.2 TFLOP, 2.8 ms at 790 TFLOP/s. Per 64 entries and two queries
-// 512 clocks of tensor work; relu and product 64 each a thread, relu at half rate: 130 to 200 clocks, hidden. Queries:
-// 32 KB from L2 per 3072 clocks a multiprocessor, 2.4 TB/s in all. 1.07 GB of scores: 0.25 ms of memory, hidden.
+// Budget on one H200, S32768 P8192 I64 E128, causal: 2.2 TFLOP, 2.8 ms at 790 TFLOP/s. A unit is 512 clocks of tensor
+// work for a warpgroup; relu and product are 64 instructions each a thread, relu at half rate: 130 to 200 clocks, hidden.
+// Queries: 32 KB from L2 per 3072 clocks a multiprocessor, 2.4 TB/s in all. 1.07 GB of scores: 0.25 ms of memory, hidden.
+//
+// Log (one H200, CUDA 13.0; the case above, kernel alone; GEMM 786 to 795 TFLOP/s in the same runs. Runs of many launches
+// lose clock to the power limit: 1980 MHz at first, down to 1635; the same kernel then takes 0.3 to 0.4 ms longer):
+//   1  products of 64 entries with 128 rows, one tile after the other: expected 3.0 to 3.3 ms, got 3.39. Without an order of
+//      the warpgroups 3.48, handing over 0, 2 or 4 instructions before the end 3.47, 3.41, 3.44. Two warpgroups 3.93; 64
+//      entries a warpgroup 3.41. S4096 P1024: 0.087 ms with 64 queries an item, 0.116 with 8.
+//   2  what it consists of: without the sums 2.73 ms, with sums but without loading weights 3.17, sums alone 1.70. The tensor
+//      cores were busy 72 % of the active clocks, shared memory 62 %: weights cost a quarter of that.
+//   3  items found by hops over equal query blocks instead of one block after the other: 8 queries an item then cost what 64
+//      do, 0.085 ms at S4096.
+//   4  a lane's weights read once for two tiles (units of 64 rows): 3.48 beside 3.69 for 1 in one run. A profile showed 45
+//      instructions between a turn and its first product: operand descriptions moved to uniform registers.
+//   5  units unrolled and descriptions added to in 32 bits, so that they are uniform from the start: three such moves.
 #ifndef ELEMENT
 #define ELEMENT BFloat16
 #endif
@@ -39,9 +52,6 @@
 #ifndef GROUPS
 #define GROUPS 3
 #endif
-#ifndef TILES
-#define TILES 2
-#endif
 #ifndef STAGES
 #define STAGES 3
 #endif
@@ -51,12 +61,13 @@
 typedef ELEMENT Element;
 typedef Element::storage element;
 
-static const int THREADS = GROUPS * 128 + 128, ENTRIES = GROUPS * TILES * 64;
+static const int TILES = 2, THREADS = GROUPS * 128 + 128, ENTRIES = GROUPS * TILES * 64;
 static const int QUERIES = 128 / HEADS;               // of a stage
 static const bool ORDERED = HAND_OVER >= 0;
+static_assert(HAND_OVER < INDEX_DIM / 16, "the turn is passed within a tile");
 static const int CHUNKS = INDEX_DIM / 64, STEPS = INDEX_DIM / 16;
 static const int UNITS = 2, UNIT_QUERIES = HEADS < 64 ? 64 / HEADS : 1;  // a unit: 64 (query, head) rows of a stage
-static_assert(TILES == 2 && (HEADS == 32 || HEADS == 64 || HEADS == 128), "how a lane's sums are shared out");
+static_assert((HEADS == 32 || HEADS == 64 || HEADS == 128), "units of a stage");
 static const int QUAD_WEIGHTS = HEADS / 4 + 4;        // floats of a lane of a quad; four more keep the banks apart
 static const u32 K_CHUNK = ENTRIES * 128, Q_CHUNK = 128 * 128, Q_BYTES = CHUNKS * Q_CHUNK;
 static const u32 W_BYTES = QUERIES * 4 * QUAD_WEIGHTS * 4;
@@ -266,14 +277,15 @@ DEVICE void pass_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"((gro
 // read once for all tiles: next to the tensor cores' own reading, shared memory has little to spare.
 template <int N>
 DEVICE void weigh_unit(float (&sums)[UNIT_QUERIES][TILES][2], const u32 (&a)[TILES][STEPS][4], u32 rows, u32 weights, int heads, int group, int lane) {
-    const u64 b = operand(rows, 16, 1024);
+    // The upper half of an operand's description is the same for all; the lower one is added to without a carry.
+    const u32 low = (rows & 0x3ffff) >> 4 | 1u << 16;
     float d[N][32];
     wgmma_begin();
 #pragma unroll
     for (int t = 0; t < N; t++)
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
-            const u64 at = b + (((i >> 2) * Q_CHUNK + (i & 3) * 32) >> 4);
+            const u64 at = (u64)(1024 >> 4 | 1u << 30) << 32 | (low + (((i >> 2) * Q_CHUNK + (i & 3) * 32) >> 4));
             if (i == 0) wgmma_m64n64k16_rs_first(d[t], a[t][0], at);
             else wgmma_m64n64k16_rs(d[t], a[t][i], at);
             if (ORDERED && t == N - 1 && i == STEPS - 1 - HAND_OVER) pass_turn(group);
@@ -346,7 +358,7 @@ DEVICE void score_group(const Call& p, u32 shared, u32 bars, int group, int thre
             const u32 stage = ring >> 2;
             bar_wait(bars + (BAR_FULL + stage) * 8, ring & 1);
             float sums[UNIT_QUERIES][TILES][2];
-#pragma unroll 1
+#pragma unroll  // so that the compiler sees operands that all threads share: moving them there takes longer than a turn allows
             for (int u = 0; u < UNITS; u++) {
                 const u32 at_limits = shared + AT_LIMIT + (stage * QUERIES + (QUERIES > 1 ? u * UNIT_QUERIES : 0)) * 4;
                 int most = 0;  // entries that a query of the unit sees

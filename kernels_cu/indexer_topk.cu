@@ -17,14 +17,18 @@
 // are exactly topk. Keys of a row that fits a tile stay in registers; longer rows are read once a pass. Nothing behind the
 // causal limit is read but the rest of four neighbours. A row with at most topk entries needs no counting.
 //
-// Budget on one H200, [32768, 8192] float32, causal, k 1024: 537 MB in, 134 MB out: 0.16 ms of memory. It is the
-// instructions that count: about 20 an entry and 400 a warp and row beside them; 4 warps a row then spend as much on either.
+// Budget on one H200, [32768, 8192] float32, causal, k 1024: 537 MB in, 134 MB out: 0.16 ms of memory. It is instructions
+// that count: about 20 an entry and 400 a warp and row beside them.
 //
-// Log (one H200, CUDA 13.0; the case above, kernel alone, a bfloat16 GEMM in the same run at 785 TFLOP/s):
-//   1  ranks made of scores by six instructions, 16 keys a thread, four bytes of counts scanned for all warps at once:
-//      expected 0.3 to 0.5 ms; got 0.60 with 512 threads and keys in registers, 0.52 with 256 that read long rows
-//      again in each pass, 0.53 with 128, 0.58 with 32 keys in each of 256. Counting instructions: 15000 a row of 16 warps.
-//   2  keys as above, warps own 1024 neighbours so that one count a warp is all they exchange.
+// Log (one H200, CUDA 13.0; the case above, kernel alone; GEMM 780 to 795 TFLOP/s in the same runs):
+//   1  ranks made of scores by six instructions, 16 a thread, counts of all warps scanned at once: expected 0.3 to 0.5 ms;
+//      got 0.60 with 512 threads and ranks in registers, 0.52 with 256 that read long rows again in each pass.
+//   2  scores as their own keys, warps own neighbours so that one count a warp is all they exchange: expected 0.3, got 0.54.
+//      A profile: 8200 instructions a row, 2.2 a clock, a third of the time at barriers. The compiler had put a branch
+//      around each load: one after the other went to memory and back.
+//   3  loads predicated and all on their way at once, one barrier fewer a digit: 0.51 with 256 threads, 80 registers.
+//   4  queries that see up to 4096 entries in launches of 128 threads: 0.45; up to 1024 and 2048 with fewer entries a
+//      thread: 0.44. [4096, 1024], k 512: 0.024 ms with 8 entries a thread, 0.029 with 32.
 #include "common.cuh"
 
 #ifndef ELEMENT

@@ -139,7 +139,7 @@ def test_blocks_of_queries_cover_all_and_fill_the_device(launches, maps, monkeyp
     for b, s, p in sizes:
         launch(spec_of(b=b, s=s, p=p))
     small, medium, large, *_ = launches
-    assert small.block_queries == 8 and medium.block_queries < large.block_queries == 64
+    assert small.block_queries == 8 and medium.block_queries < large.block_queries
     for got, (b, s, p) in zip(launches, sizes, strict=True):
         assert got.block_queries % 4 == 0  # whole stages of 32 heads
         if path == "portable":
