@@ -12,19 +12,32 @@
 // Grid: persistent, one block a multiprocessor. An item is a block of ENTRIES entries by `block_queries` queries; items
 //   are numbered query block by query block, and block i takes the items i, i + grid, ...: multiprocessors that run side
 //   by side read the same queries, so that each query comes from memory once. Items without a visible pair do not exist.
-// Block: GROUPS warpgroups, each TILES tiles of 64 entries (tile t of group g is number t GROUPS + g, so that a block cut
-//   by the causal limit still occupies all groups), and four more warps: one starts copies, one brings weights and
-//   limits, two write -inf where no item reaches.
+// Block: GROUPS warpgroups, each two tiles of 64 entries (tile t of group g is number t GROUPS + g, so that a block cut by
+//   the causal limit still occupies all groups), and four more warps: one starts copies, one brings weights and limits,
+//   two write -inf where no item reaches.
 // Shared memory (dynamic): entries of the item [E/64][ENTRIES][64], STAGES of 128 (query, head) rows [E/64][128][64], all
 //   128-byte swizzled; then weights times scale in the order in which threads use them, limits, the item, barriers.
 // Determinism: no atomics; a score is one sum in an order that E and the number of heads decide.
 //
-// The tensor cores are lent to one warpgroup after the other (HAND_OVER): while one multiplies, the others weigh and
-// sum. Without an order all of them would finish together and weigh together.
+// The tensor cores are lent to one warpgroup after the other (HAND_OVER): while one multiplies a unit of 64 rows with its
+// two tiles, the others weigh and sum theirs.
 //
-// Budget on one H200, S32768 P8192 I64 E128, causal: 2.2 TFLOP, 2.8 ms at 790 TFLOP/s. Per 64 entries and two queries
-// 512 clocks of tensor work; relu and product 64 each a thread, relu at half rate: 130 to 200 clocks, hidden. Queries:
-// 32 KB from L2 per 3072 clocks a multiprocessor, 2.4 TB/s in all. 1.07 GB of scores: 0.25 ms of memory, hidden.
+// Budget on one H200, S32768 P8192 I64 E128, causal: 2.2 TFLOP, 2.8 ms at 790 TFLOP/s. A unit is 512 clocks of tensor
+// work for a warpgroup; relu and product are 64 instructions each a thread, relu at half rate: 130 to 200 clocks, hidden.
+// Queries: 32 KB from L2 per 3072 clocks a multiprocessor, 2.4 TB/s in all. 1.07 GB of scores: 0.25 ms of memory, hidden.
+//
+// Log (one H200, CUDA 13.0; the case above, kernel alone; GEMM 786 to 795 TFLOP/s in the same runs. Runs of many launches
+// lose clock to the power limit: 1980 MHz at first, down to 1635; the same kernel then takes 0.3 to 0.4 ms longer):
+//   1  products of 64 entries with 128 rows, one tile after the other: expected 3.0 to 3.3 ms, got 3.39. Without an order of
+//      the warpgroups 3.48, handing over 0, 2 or 4 instructions before the end 3.47, 3.41, 3.44. Two warpgroups 3.93; 64
+//      entries a warpgroup 3.41. S4096 P1024: 0.087 ms with 64 queries an item, 0.116 with 8.
+//   2  what it consists of: without the sums 2.73 ms, with sums but without loading weights 3.17, sums alone 1.70. The tensor
+//      cores were busy 72 % of the active clocks, shared memory 62 %: weights cost a quarter of that.
+//   3  items found by hops over equal query blocks instead of one block after the other: 8 queries an item then cost what 64
+//      do, 0.085 ms at S4096.
+//   4  a lane's weights read once for two tiles (units of 64 rows): 3.48 beside 3.69 for 1 in one run. A profile showed 45
+//      instructions between a turn and its first product: operand descriptions moved to uniform registers.
+//   5  units unrolled and descriptions added to in 32 bits, so that they are uniform from the start: three such moves.
 #ifndef ELEMENT
 #define ELEMENT BFloat16
 #endif
@@ -39,9 +52,6 @@
 #ifndef GROUPS
 #define GROUPS 3
 #endif
-#ifndef TILES
-#define TILES 2
-#endif
 #ifndef STAGES
 #define STAGES 3
 #endif
@@ -51,11 +61,13 @@
 typedef ELEMENT Element;
 typedef Element::storage element;
 
-static const int THREADS = GROUPS * 128 + 128, ENTRIES = GROUPS * TILES * 64;
+static const int TILES = 2, THREADS = GROUPS * 128 + 128, ENTRIES = GROUPS * TILES * 64;
 static const int QUERIES = 128 / HEADS;               // of a stage
 static const bool ORDERED = HAND_OVER >= 0;
+static_assert(HAND_OVER < INDEX_DIM / 16, "the turn is passed within a tile");
 static const int CHUNKS = INDEX_DIM / 64, STEPS = INDEX_DIM / 16;
-static const int KEPT = QUERIES > 1 ? QUERIES / 2 : 1;  // sums that a lane stores
+static const int UNITS = 2, UNIT_QUERIES = HEADS < 64 ? 64 / HEADS : 1;  // a unit: 64 (query, head) rows of a stage
+static_assert((HEADS == 32 || HEADS == 64 || HEADS == 128), "units of a stage");
 static const int QUAD_WEIGHTS = HEADS / 4 + 4;        // floats of a lane of a quad; four more keep the banks apart
 static const u32 K_CHUNK = ENTRIES * 128, Q_CHUNK = 128 * 128, Q_BYTES = CHUNKS * Q_CHUNK;
 static const u32 W_BYTES = QUERIES * 4 * QUAD_WEIGHTS * 4;
@@ -84,32 +96,29 @@ DEVICE float relu(float x) {  // keeps NaN
     return y;
 }
 
-// d[64 x 128] = or += A[64 x 16] B[16 x 128]: A in registers, B from shared memory, K-major.
+// d[64 x 64] = or += A[64 x 16] B[16 x 64]: A in registers, B from shared memory, K-major.
 #define D8(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
-#define D64(c) D8(c, 0), D8(c, 8), D8(c, 16), D8(c, 24), D8(c, 32), D8(c, 40), D8(c, 48), D8(c, 56)
-#define WGMMA_N128(ACCUMULATE)                                                                                     \
+#define D32(c) D8(c, 0), D8(c, 8), D8(c, 16), D8(c, 24)
+#define WGMMA_N64(ACCUMULATE)                                                                                      \
     "{\n.reg .pred p;\nsetp.ne.b32 p, " ACCUMULATE ", 0;\n"                                                        \
-    "wgmma.mma_async.sync.aligned.m64n128k16.f32." ELEMENT_PTX "." ELEMENT_PTX " {"                                \
+    "wgmma.mma_async.sync.aligned.m64n64k16.f32." ELEMENT_PTX "." ELEMENT_PTX " {"                                 \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                       \
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                             \
-    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                             \
-    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"                               \
-    "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}\n"
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"                               \
+    "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
 #define WRITTEN(x) "=f"(x)
 #define CHANGED(x) "+f"(x)
-DEVICE void wgmma_m64n128k16_rs_first(float (&d)[64], const u32 (&a)[4], u64 b) {
-    asm volatile(WGMMA_N128("0") : D64(WRITTEN) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+DEVICE void wgmma_m64n64k16_rs_first(float (&d)[32], const u32 (&a)[4], u64 b) {
+    asm volatile(WGMMA_N64("0") : D32(WRITTEN) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-DEVICE void wgmma_m64n128k16_rs(float (&d)[64], const u32 (&a)[4], u64 b) {
-    asm volatile(WGMMA_N128("1") : D64(CHANGED) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+DEVICE void wgmma_m64n64k16_rs(float (&d)[32], const u32 (&a)[4], u64 b) {
+    asm volatile(WGMMA_N64("1") : D32(CHANGED) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-
 struct Call {
     const TensorMap *q_map, *k_map;
     const void* weights;
     float* out;
     i64 w_stride_b, w_stride_s, w_stride_h;
-    u32 before, phase, ratio, step, step_part;  // step, step_part: block_queries / ratio and the rest
+    u32 before, phase, ratio;
     int batch, queries, heads, entries, block_queries, weight_type, fill;
     float scale;
 };
@@ -117,43 +126,38 @@ struct Call {
 // limit_i = before + (phase + i) / ratio: how many entries query i of a batch row sees
 DEVICE int limit_of(const Call& p, int i) { return (int)min(p.before + (p.phase + (u32)i) / p.ratio, (u32)p.entries); }
 
-// The walk along this block's items. Divisions take long where many query blocks lie between two items, so the limit
-// of the last query of a block is carried along: sight + part / ratio entries without `before`.
+// The walk along this block's items.
 struct Walk {
     int b, q0;   // the query block
     int number;  // the item's number among those of its query block
-    u32 sight, part;
 };
 
-// Items of the walk's query block: how many entry blocks its last query sees.
-DEVICE int items_of(const Call& p, const Walk& walk) {
-    const u32 limit = p.queries - walk.q0 > p.block_queries ? min(p.before + walk.sight, (u32)p.entries) : limit_of(p, p.queries - 1);
-    return (limit + (u32)(ENTRIES - 1)) / ENTRIES;
-}
-DEVICE void start_row(const Call& p, Walk& walk) {
-    walk.q0 = 0;
-    const u32 last = p.phase + (u32)p.block_queries - 1;
-    walk.sight = last / p.ratio, walk.part = last % p.ratio;
-}
-DEVICE bool settle(const Call& p, Walk& walk) {  // moves to the item's query block; false behind the last item
+// Moves to the item's query block, over blocks with equally many items at once; false behind the last item.
+DEVICE bool settle(const Call& p, Walk& walk) {
     while (true) {
-        const int items = items_of(p, walk);
+        const int left = p.queries - walk.q0;
+        const u32 limit = limit_of(p, walk.q0 + min(left, p.block_queries) - 1);  // of the block's last query
+        const int items = (limit + (u32)(ENTRIES - 1)) / ENTRIES;
         if (walk.number < items) return true;
-        walk.number -= items;
-        if (p.queries - walk.q0 > p.block_queries) {
-            walk.q0 += p.block_queries;
-            walk.sight += p.step, walk.part += p.step_part;
-            if (walk.part >= p.ratio) walk.sight++, walk.part -= p.ratio;
-        } else {
+        int hop = (u32)(left - 1) / (u32)p.block_queries + 1;  // to the end of the batch row
+        const u32 reach = items * (u32)ENTRIES;      // blocks with so many items see up to here
+        if (reach < (u32)p.entries) {
+            const u64 next = (u64)(reach - p.before + 1) * p.ratio - p.phase;  // the first query that sees more
+            if (next < (u32)p.queries) hop = ((u32)next - (u32)walk.q0) / (u32)p.block_queries;
+        }
+        if (items > 0) hop = min(hop, (u32)walk.number / (u32)items);
+        walk.number -= hop * items;
+        if (hop * (i64)p.block_queries >= left) {
+            walk.q0 = 0;
             if (++walk.b == p.batch) return false;
-            start_row(p, walk);
+        } else {
+            walk.q0 += hop * p.block_queries;
         }
     }
 }
 DEVICE bool start_walk(const Call& p, Walk& walk) {
-    walk.b = 0;
+    walk.b = walk.q0 = 0;
     walk.number = blockIdx.x;
-    start_row(p, walk);
     return settle(p, walk);
 }
 DEVICE bool next_item(const Call& p, Walk& walk) {
@@ -212,14 +216,13 @@ DEVICE float load_weight(const Call& p, i64 at) {
 }
 
 DEVICE void weight_warp(const Call& p, u32 shared, u32 bars, int lane) {
-    const int n = lane * 4 / HEADS;  // this lane's query of a stage; it brings four heads from h on
-    const u32 to = shared + AT_W + ((n * 4 + (lane & 1) * 2) * QUAD_WEIGHTS + lane % (HEADS / 4) / 2 * 2) * 4;
+    const u32 to = shared + AT_W + ((lane * 4 / HEADS * 4 + (lane & 1) * 2) * QUAD_WEIGHTS + lane % (HEADS / 4) / 2 * 2) * 4;
     u32 ring = 1;  // twice the stage, plus its parity: registers are few
     Walk walk;
     for (bool more = start_walk(p, walk); more; more = next_item(p, walk)) {
         const int end = min(p.queries - walk.q0, p.block_queries) + walk.q0;
-        int h = lane * 4 % HEADS;
-        asm volatile("" : "+r"(h));  // anew for every item: registers are too few for what the compiler would keep
+        int n = lane * 4 / HEADS, h = lane * 4 % HEADS;  // this lane's query of a stage, and the first of its four heads
+        asm volatile("" : "+r"(n), "+r"(h));  // anew for every item: registers are too few for what the compiler would keep
         i64 from = walk.b * p.w_stride_b + (walk.q0 + n) * p.w_stride_s + h * p.w_stride_h;
 #pragma unroll 1
         for (int i0 = walk.q0; i0 < end; i0 += QUERIES, from += QUERIES * p.w_stride_s) {
@@ -270,69 +273,69 @@ DEVICE void fill_warp(const Call& p, int number, int lane) {
 DEVICE void wait_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(group + 1) : "memory"); }
 DEVICE void pass_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"((group + 1) % GROUPS + 1) : "memory"); }
 
-// logits of 64 entries with a stage's (query, head) rows
-DEVICE void multiply_tile(float (&d)[64], const u32 (&a)[STEPS][4], u32 queries, int group) {
-    const u64 b = operand(queries, 16, 1024);
+// sums += sum_h relu(logit) w over a unit's heads of this thread's rows, of the first N of its tiles. A lane's weights are
+// read once for all tiles: next to the tensor cores' own reading, shared memory has little to spare.
+template <int N>
+DEVICE void weigh_unit(float (&sums)[UNIT_QUERIES][TILES][2], const u32 (&a)[TILES][STEPS][4], u32 rows, u32 weights, int heads, int group, int lane) {
+    // The upper half of an operand's description is the same for all; the lower one is added to without a carry.
+    const u32 low = (rows & 0x3ffff) >> 4 | 1u << 16;
+    float d[N][32];
     wgmma_begin();
 #pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-        const u64 at = b + (((i >> 2) * Q_CHUNK + (i & 3) * 32) >> 4);
-        if (i == 0) wgmma_m64n128k16_rs_first(d, a[0], at);
-        else wgmma_m64n128k16_rs(d, a[i], at);
-        if (ORDERED && i == STEPS - 1 - HAND_OVER) pass_turn(group);
-    }
+    for (int t = 0; t < N; t++)
+#pragma unroll
+        for (int i = 0; i < STEPS; i++) {
+            const u64 at = (u64)(1024 >> 4 | 1u << 30) << 32 | (low + (((i >> 2) * Q_CHUNK + (i & 3) * 32) >> 4));
+            if (i == 0) wgmma_m64n64k16_rs_first(d[t], a[t][0], at);
+            else wgmma_m64n64k16_rs(d[t], a[t][i], at);
+            if (ORDERED && t == N - 1 && i == STEPS - 1 - HAND_OVER) pass_turn(group);
+        }
     wgmma_end();
     wgmma_wait();
-}
-
-// sum_h relu(logit) w of this thread's heads, then of the quad: lane t of a quad keeps row (t & 1) * 8 of queries
-// 2 m + (t >> 1), or of the only query.
-DEVICE void weigh(float (&kept)[KEPT], const float (&d)[64], u32 weights, int lane) {
-    float sums[QUERIES][2];
+    if (heads < 64 / UNIT_QUERIES) {  // a head that does not exist adds nothing: its 0 * inf is NaN
 #pragma unroll
-    for (int n = 0; n < QUERIES; n++) {
-        float part[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
+        for (int t = 0; t < N; t++)
 #pragma unroll
-        for (int v = 0; v < HEADS / 16; v++) {
+            for (int x = 0; x < 32; x++)
+                if ((x >> 2) % (8 / UNIT_QUERIES) * 8 + (lane & 3) * 2 + (x & 1) >= heads) d[t][x] = 0.f;
+    }
+#pragma unroll
+    for (int n = 0; n < UNIT_QUERIES; n++) {
+        float part[N][2][2];
+#pragma unroll
+        for (int v = 0; v < 4 / UNIT_QUERIES; v++) {
             float w[4];
             asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
                          : "=f"(w[0]), "=f"(w[1]), "=f"(w[2]), "=f"(w[3])
                          : "r"(weights + (n * 4 * QUAD_WEIGHTS + v * 4) * 4)
                          : "memory");
 #pragma unroll
-            for (int x = 0; x < 4; x++) {
-                const int at = (n * HEADS / 8 + v * 2 + (x >> 1)) * 4 + (x & 1);
-                part[0][x & 1] = __fmaf_rn(relu(d[at]), w[x], part[0][x & 1]);
-                part[1][x & 1] = __fmaf_rn(relu(d[at + 2]), w[x], part[1][x & 1]);
-            }
+            for (int t = 0; t < N; t++)
+#pragma unroll
+                for (int x = 0; x < 4; x++)
+#pragma unroll
+                    for (int e = 0; e < 2; e++) {
+                        const float logit = relu(d[t][((n * 4 / UNIT_QUERIES + v) * 2 + (x >> 1)) * 4 + e * 2 + (x & 1)]);
+                        part[t][e][x & 1] = v == 0 && x < 2 ? logit * w[x] : __fmaf_rn(logit, w[x], part[t][e][x & 1]);
+                    }
         }
-        sums[n][0] = part[0][0] + part[0][1], sums[n][1] = part[1][0] + part[1][1];
-    }
-    const bool odd = lane & 1, high = lane & 2;
 #pragma unroll
-    for (int n = 0; n < QUERIES; n++) {
-        const float other = __shfl_xor_sync(FULL_WARP, odd ? sums[n][0] : sums[n][1], 1);
-        sums[n][0] = (odd ? sums[n][1] : sums[n][0]) + other;
-    }
-    if (QUERIES == 1) kept[0] = sums[0][0] + __shfl_xor_sync(FULL_WARP, sums[0][0], 2);
+        for (int t = 0; t < N; t++)
 #pragma unroll
-    for (int m = 0; m < QUERIES / 2; m++) {
-        const float other = __shfl_xor_sync(FULL_WARP, high ? sums[2 * m][0] : sums[2 * m + 1][0], 2);
-        kept[m] = (high ? sums[2 * m + 1][0] : sums[2 * m][0]) + other;
+            for (int e = 0; e < 2; e++) sums[n][t][e] += part[t][e][0] + part[t][e][1];
     }
 }
 
 DEVICE void score_group(const Call& p, u32 shared, u32 bars, int group, int thread) {
     const int lane = thread & 31, warp = thread >> 5;
-    int stage = 0;
-    u32 parity = 0;  // bit 0 of the stages, bit 1 of the entries
+    u32 ring = 0;  // parities of the stages (1) and of the entries (2), four times the stage: registers are few
     if (ORDERED && group == GROUPS - 1) pass_turn(group);
     while (true) {
-        bar_wait(bars + BAR_K_FULL * 8, parity >> 1);
-        parity ^= 2;
+        bar_wait(bars + BAR_K_FULL * 8, ring >> 1 & 1);
+        ring ^= 2;
         const int row0 = load_u32(shared + AT_ITEM), q0 = load_u32(shared + AT_ITEM + 4), b = load_u32(shared + AT_ITEM + 8);
-        const int stages = load_u32(shared + AT_ITEM + 12);
-        if (stages == 0) break;
+        int left = load_u32(shared + AT_ITEM + 12);
+        if (left == 0) break;
         u32 a[TILES][STEPS][4];
 #pragma unroll
         for (int t = 0; t < TILES; t++)
@@ -347,49 +350,55 @@ DEVICE void score_group(const Call& p, u32 shared, u32 bars, int group, int thre
             }
         __syncwarp();
         if (lane == 0) bar_arrive(bars + BAR_K_FREE * 8);
-        // Where this lane writes: its entry of tile 0, its query of stage 0.
-        const int query = QUERIES > 1 ? (lane >> 1) & 1 : 0;
-        const int mine = group * 64 + warp * 16 + (lane >> 2) + (lane & 1) * 8;
-        float* to = p.out + ((i64)b * p.queries + q0 + query) * p.entries + row0 + mine;
+        // What this lane writes: an entry of one of its tiles, see below.
+        const u32 first = row0 + group * 64, entry = first + (lane >> 1 & 1) * GROUPS * 64 + warp * 16 + (lane & 1) * 8 + (lane >> 2);
+        float* to = p.out + ((i64)b * p.queries + q0) * p.entries + entry;
 #pragma unroll 1
-        for (int s = 0; s < stages; s++) {
-            bar_wait(bars + (BAR_FULL + stage) * 8, parity & 1);
-            const u32 at_limits = shared + AT_LIMIT + stage * QUERIES * 4;
-            int most = -1;
+        for (; left > 0; left--) {
+            const u32 stage = ring >> 2;
+            bar_wait(bars + (BAR_FULL + stage) * 8, ring & 1);
+            float sums[UNIT_QUERIES][TILES][2];
+#pragma unroll  // so that the compiler sees operands that all threads share: moving them there takes longer than a turn allows
+            for (int u = 0; u < UNITS; u++) {
+                const u32 at_limits = shared + AT_LIMIT + (stage * QUERIES + (QUERIES > 1 ? u * UNIT_QUERIES : 0)) * 4;
+                int most = 0;  // entries that a query of the unit sees
 #pragma unroll
-            for (int n = 0; n < QUERIES; n++) most = max(most, (int)load_u32(at_limits + n * 4));
-            const u32 weights = shared + AT_W + stage * W_BYTES + (lane & 3) * QUAD_WEIGHTS * 4;
+                for (int n = 0; n < UNIT_QUERIES; n++) most = max(most, (int)load_u32(at_limits + n * 4));
+                const bool seen = first < (u32)most;
+                const u32 rows = shared + AT_Q + stage * Q_BYTES + u * 64 * 128;
+                u32 in_quad = lane & 3;
+                asm volatile("" : "+r"(in_quad));  // anew for every unit: registers are few
+                const u32 weights = shared + AT_W + stage * W_BYTES + in_quad * QUAD_WEIGHTS * 4 +
+                                    u * (QUERIES > 1 ? UNIT_QUERIES * 4 * QUAD_WEIGHTS : 16) * 4;
+                if (QUERIES > 1 || u == 0)
 #pragma unroll
-            for (int t = 0; t < TILES; t++) {
-                const bool seen = (t * GROUPS + group) * 64 < most - row0;
-                float kept[KEPT];
+                    for (int n = 0; n < UNIT_QUERIES; n++) sums[n][0][0] = sums[n][0][1] = sums[n][1][0] = sums[n][1][1] = 0.f;
                 if (ORDERED) wait_turn(group);
-                if (seen) {
-                    float d[64];
-                    multiply_tile(d, a[t], shared + AT_Q + stage * Q_BYTES, group);
-                    if (p.heads < HEADS) {  // a head that does not exist adds nothing: its 0 * inf is NaN
+                const int heads = p.heads - (QUERIES > 1 ? 0 : u * 64);
+                if (first + GROUPS * 64 < (u32)most) weigh_unit<2>(sums, a, rows, weights, heads, group, lane);
+                else if (seen) weigh_unit<1>(sums, a, rows, weights, heads, group, lane);
+                else if (ORDERED) pass_turn(group);
+                if (QUERIES == 1 && u == 0) continue;
 #pragma unroll
-                        for (int x = 0; x < 64; x++)
-                            if ((x >> 2) % (HEADS / 8) * 8 + (lane & 3) * 2 + (x & 1) >= p.heads) d[x] = 0.f;
-                    }
-                    weigh(kept, d, weights, lane);
-                } else if (ORDERED) {
-                    pass_turn(group);
-                }
-                const int entry = t * GROUPS * 64 + mine;  // of the item
-                if (entry < p.entries - row0 && (seen || p.fill)) {
+                for (int n = 0; n < UNIT_QUERIES; n++) {
+                    // The quad's sums: lane t of it keeps row (t & 1) * 8 of tile t >> 1.
+                    float half[2];
 #pragma unroll
-                    for (int m = 0; m < KEPT; m++) {
-                        const int limit = load_u32(at_limits + (m * 2 + query) * 4);
-                        if (limit >= 0 && (QUERIES > 1 || !(lane & 2)))
-                            to[(i64)m * 2 * p.entries + t * GROUPS * 64] = seen && entry < limit - row0 ? kept[m] : MINUS_INFINITY;
+                    for (int t = 0; t < 2; t++)
+                        half[t] = (lane & 1 ? sums[n][t][1] : sums[n][t][0]) +
+                                  __shfl_xor_sync(FULL_WARP, lane & 1 ? sums[n][t][0] : sums[n][t][1], 1);
+                    const float score = (lane & 2 ? half[1] : half[0]) + __shfl_xor_sync(FULL_WARP, lane & 2 ? half[0] : half[1], 2);
+                    const int limit = load_u32(at_limits + n * 4);  // below 0: there is no such query
+                    if (limit >= 0) {
+                        if (entry < (u32)p.entries && (seen || p.fill)) *to = entry < (u32)limit ? score : MINUS_INFINITY;
+                        to += p.entries;
                     }
                 }
             }
             __syncwarp();
             if (lane == 0) bar_arrive(bars + (BAR_FREE + stage) * 8);
-            to += (i64)QUERIES * p.entries;
-            if (++stage == STAGES) stage = 0, parity ^= 1;
+            ring += 4;
+            if (ring >= STAGES * 4) ring ^= STAGES * 4 + 1;
         }
     }
 }
@@ -398,16 +407,15 @@ DEVICE void score_group(const Call& p, u32 shared, u32 bars, int group, int thre
 
 // q_map: q as [B][S][heads][E], boxes of QUERIES by HEADS by 64 columns; k_map: entries as [1][B][P][E], boxes of 64 by 64
 // columns; 128-byte swizzled. Strides of the weights in elements; weight_type 0 float32, 1 bfloat16, 2 float16. out
-// [B][S][P]. phase < 2^31; step, step_part:
-// block_queries / ratio and the rest. block_queries: a multiple of QUERIES. fill: write -inf where nobody looks.
+// [B][S][P]. phase < 2^31. block_queries: a multiple of QUERIES. fill: write -inf where nobody looks.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) indexer_scores_sm90(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const void* weights, float* out, i64 w_stride_b,
-    i64 w_stride_s, i64 w_stride_h, u32 before, u32 phase, u32 ratio, u32 step, u32 step_part, int batch, int queries, int heads, int entries, int block_queries,
+    i64 w_stride_s, i64 w_stride_h, u32 before, u32 phase, u32 ratio, int batch, int queries, int heads, int entries, int block_queries,
     int weight_type, int fill, float scale) {
     extern __shared__ __align__(1024) unsigned char dynamic[];
     const u32 shared = (u32)__cvta_generic_to_shared(dynamic), bars = shared + AT_BARS;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const Call p = {&q_map, &k_map, weights, out, w_stride_b, w_stride_s, w_stride_h, before, phase, ratio, step, step_part,
+    const Call p = {&q_map, &k_map, weights, out, w_stride_b, w_stride_s, w_stride_h, before, phase, ratio,
                     batch, queries, heads, entries, block_queries, weight_type, fill, scale};
     if (threadIdx.x == 0) {
         bar_init(bars + BAR_K_FULL * 8, 1);

@@ -6,7 +6,8 @@
 //                never NaN nor -inf; -1 where there are not enough
 //     visible  : j < limit_i = before + (phase + i) / ratio; DOCUMENTS: same segment, not 0, and early enough in it
 //
-// Grid: one block a row, of the queries first .. first + rows - 1 of each batch row. Block: THREADS; a tile is 32 entries a thread, 1024 neighbours a warp, four neighbours a vector.
+// Grid: one block a row, of the queries first .. first + rows - 1 of each batch row. Block: THREADS; a tile is VECTORS times
+//   four neighbours a thread, VECTORS times 128 neighbours a warp.
 // Shared memory (dynamic): two times 2049 bins; chosen ids, or pairs of ranks and ids to sort, in the place of the first.
 // Determinism: integer counts alone, so atomics leave no trace; bits of a row depend on its scores alone.
 //
@@ -16,14 +17,18 @@
 // are exactly topk. Keys of a row that fits a tile stay in registers; longer rows are read once a pass. Nothing behind the
 // causal limit is read but the rest of four neighbours. A row with at most topk entries needs no counting.
 //
-// Budget on one H200, [32768, 8192] float32, causal, k 1024: 537 MB in, 134 MB out: 0.16 ms of memory. It is the
-// instructions that count: about 20 an entry and 400 a warp and row beside them; 4 warps a row then spend as much on either.
+// Budget on one H200, [32768, 8192] float32, causal, k 1024: 537 MB in, 134 MB out: 0.16 ms of memory. It is instructions
+// that count: about 20 an entry and 400 a warp and row beside them.
 //
-// Log (one H200, CUDA 13.0; the case above, kernel alone, a bfloat16 GEMM in the same run at 785 TFLOP/s):
-//   1  ranks made of scores by six instructions, 16 keys a thread, four bytes of counts scanned for all warps at once:
-//      expected 0.3 to 0.5 ms; got 0.60 with 512 threads and keys in registers, 0.52 with 256 that read long rows
-//      again in each pass, 0.53 with 128, 0.58 with 32 keys in each of 256. Counting instructions: 15000 a row of 16 warps.
-//   2  keys as above, warps own 1024 neighbours so that one count a warp is all they exchange.
+// Log (one H200, CUDA 13.0; the case above, kernel alone; GEMM 780 to 795 TFLOP/s in the same runs):
+//   1  ranks made of scores by six instructions, 16 a thread, counts of all warps scanned at once: expected 0.3 to 0.5 ms;
+//      got 0.60 with 512 threads and ranks in registers, 0.52 with 256 that read long rows again in each pass.
+//   2  scores as their own keys, warps own neighbours so that one count a warp is all they exchange: expected 0.3, got 0.54.
+//      A profile: 8200 instructions a row, 2.2 a clock, a third of the time at barriers. The compiler had put a branch
+//      around each load: one after the other went to memory and back.
+//   3  loads predicated and all on their way at once, one barrier fewer a digit: 0.51 with 256 threads, 80 registers.
+//   4  queries that see up to 4096 entries in launches of 128 threads: 0.45; up to 1024 and 2048 with fewer entries a
+//      thread: 0.44. [4096, 1024], k 512: 0.024 ms with 8 entries a thread, 0.029 with 32.
 #include "common.cuh"
 
 #ifndef ELEMENT
@@ -32,8 +37,11 @@
 #ifndef THREADS
 #define THREADS 256
 #endif
+#ifndef VECTORS
+#define VECTORS 8
+#endif
 #ifndef BLOCKS
-#define BLOCKS 4  // of a multiprocessor, for the register budget
+#define BLOCKS 3  // of a multiprocessor, for the register budget
 #endif
 #ifndef DOCUMENTS
 #define DOCUMENTS 0
@@ -41,7 +49,7 @@
 typedef ELEMENT Element;
 typedef Element::storage element;
 
-static const int WARPS = THREADS / 32, VECTORS = 8, WARP_ENTRIES = VECTORS * 128, TILE = WARPS * WARP_ENTRIES;
+static const int WARPS = THREADS / 32, WARP_ENTRIES = VECTORS * 128, TILE = WARPS * WARP_ENTRIES;
 static const int BINS = 2048, OWN_BINS = BINS / THREADS, ARRAY = BINS + 4;  // words of an array of bins
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 static const int RESIDENT = BLOCKS * 3 / 4;  // the compiler wants more registers there
@@ -49,7 +57,7 @@ static const int RESIDENT = BLOCKS * 3 / 4;  // the compiler wants more register
 static const int RESIDENT = BLOCKS;
 #endif
 static const u32 NONE = 0xffffffffu, POSITIVE = 0x7fffffffu;
-static_assert(WARPS >= 4 && WARPS <= 8 && OWN_BINS % 4 == 0, "how counts are summed");
+static_assert(WARPS >= 4 && WARPS <= 8 && VECTORS <= 8 && OWN_BINS % 4 == 0, "how counts are summed");
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
 // The bits of the score, -0.0 as +0.0; NaN and -inf: NONE. No flushing of subnormals, whatever the compiler's options.

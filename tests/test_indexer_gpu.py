@@ -120,7 +120,7 @@ def test_golden_unfinished_groups_are_invisible(scores):
     assert np.isfinite(got).sum(axis=2).tolist() == [[0, 0, 0, 1, 1, 1, 1, 2, 2]] * 2
     for t in range(8):
         q, k, w = (x.copy() for x in inputs)
-        q[:, t + 1], w[:, t + 1], k[:, (t + 1) // R] = NAN, NAN, NAN  # entry (t+1)//R holds token t+1
+        q[:, t + 1], w[:, t + 1], k[:, (t + 1) // R :] = NAN, NAN, NAN  # entry (t+1)//R holds token t+1
         check_equal(to_numpy(scores(q, k, w))[:, : t + 1], got[:, : t + 1])
 
 

@@ -139,7 +139,7 @@ def test_blocks_of_queries_cover_all_and_fill_the_device(launches, maps, monkeyp
     for b, s, p in sizes:
         launch(spec_of(b=b, s=s, p=p))
     small, medium, large, *_ = launches
-    assert small.block_queries == 8 and medium.block_queries < large.block_queries == 64
+    assert small.block_queries == 8 and medium.block_queries < large.block_queries
     for got, (b, s, p) in zip(launches, sizes, strict=True):
         assert got.block_queries % 4 == 0  # whole stages of 32 heads
         if path == "portable":
@@ -204,20 +204,28 @@ def test_selection_fits_its_block(launches, entries, topk):
 @pytest.mark.parametrize("visible", [Limits(0, 1, 4), Limits(9000, 0, 1), Limits(4000, 3, 7), Limits(5000, 3, 2**31)])
 def test_small_blocks_take_short_rows(batch, queries, visible):
     made = cuda_topk.pieces(batch, queries, 9000, visible)
-    small, _ = cuda_topk.BLOCKS.values()
+    most = {block: n for n, block in cuda_topk.BLOCKS.items()}
     limits = np.minimum(visible.before + (visible.phase + np.arange(queries)) // visible.ratio, 9000)
-    at = 0
+    at, before = 0, 0
     for first, rows, block in made:
-        assert first == at and rows > 0
-        at += rows
-        if block == small:
-            assert limits[first : first + rows].max() <= 4096
-        elif len(made) == 2:
-            assert limits[first : first + rows].min() > 4096
+        assert first == at and rows > 0 and before < most[block]
+        assert limits[first : first + rows].max() <= most[block]
+        assert len(made) == 1 or batch * rows >= cuda_topk.FEWEST_ROWS
+        at, before = first + rows, most[block]
     assert at == queries
-    short = int((limits <= 4096).sum())
-    assert len(made) == 1 + (min(short, queries - short) * batch >= cuda_topk.FEWEST_ROWS)
-    assert cuda_topk.pieces(batch, queries, 4096, visible) == [(0, queries, small)]
+
+
+def test_a_long_causal_call_takes_every_block():
+    made = cuda_topk.pieces(1, 32768, 8192, Limits(0, 1, 4))
+    assert [rows for _, rows, _ in made] == [4 * 1024 + 3 - 0, 4096, 8192, 32768 - 16387]
+    assert [block for _, _, block in made] == list(cuda_topk.BLOCKS.values())
+
+
+@pytest.mark.parametrize("entries", [1, 1024, 1025, 2048, 4096, 4097])
+def test_one_launch_where_all_rows_are_alike(entries):
+    block = next(block for n, block in cuda_topk.BLOCKS.items() if entries <= n)
+    assert cuda_topk.pieces(2, 10**5, entries, Limits(entries, 0, 1)) == [(0, 10**5, block)]
+    assert cuda_topk.pieces(1, 3, entries, Limits(0, 1, 1)) == [(0, 3, cuda_topk.BLOCKS[1024])]
 
 
 def test_documents_of_a_part_are_found(launches):

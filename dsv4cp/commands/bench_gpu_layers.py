@@ -195,7 +195,7 @@ def indexing(tiny: bool, *, part: str, queries: int, topk: int) -> Case:
     """Scores of every finished entry, the exact top-k of them, or the gradient through chosen entries."""
     sets, pairs = indexer_sets(queries, topk, tiny)
     queries, topk = sets[0]["ids"].shape[1:]
-    with_torch(sets)
+    torch_too = with_torch(sets)
     numbers: dict[str, Any] = {"compress_ratio": RATIO, "softmax_scale": INDEX_DIM**-0.5, "backend": "cuda"}
     pair = INDEX_HEADS * INDEX_DIM
     work: dict[str, Any] = {}
@@ -214,8 +214,16 @@ def indexing(tiny: bool, *, part: str, queries: int, topk: int) -> Case:
             work = {"flops": 6 * queries * topk * pair}
     for arrays in sets:
         arrays["numbers"] = numbers
+    ours: dict[str, Function] = {"dsv4cp, CuPy": call}
+    if torch_too and part == "scores":
+        from .. import torch_ops
+
+        names = numbers | {"backend": "tilelang"}
+        ours["dsv4cp.torch_ops"] = lambda q_, pooled_, weights_, **_: torch_ops.dsv4_indexer_scores(
+            q_, pooled_, weights_, **names
+        )
     size = f"indexer: S{queries} P{queries // RATIO} I{INDEX_HEADS} E{INDEX_DIM} top-k {topk}"
-    return Case(f"indexer {part}", size, f"indexer_{part}", sets, {"dsv4cp, CuPy": call}, **work)
+    return Case(f"indexer {part}", size, f"indexer_{part}", sets, ours, **work)
 
 
 ATTENTION: tuple[dict[str, Any], ...] = (

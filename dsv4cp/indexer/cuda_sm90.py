@@ -18,7 +18,7 @@ HEADS = (32, 64, 128)  # of a query's product; the smallest that holds all
 GROUPS, TILES, STAGES = 3, 2, 3
 ENTRIES, THREADS, ROWS = 64 * GROUPS * TILES, 128 * (GROUPS + 1), 128  # of a block; (query, head) rows of a stage
 BLOCK_QUERIES = (64, 32, 16, 8)  # of an item: the largest that gives every multiprocessor ENOUGH items
-ENOUGH = 8
+ENOUGH = 48
 
 
 def _shared_bytes(dim: int, heads: int) -> int:
@@ -79,8 +79,6 @@ def launch(q: Any, k: Any, shared: dict[str, Any], spec: Spec, visible: Any, dev
         k_map=k_map,
         batch=np.int32(spec.batch),
         block_queries=np.int32(queries),
-        step=np.uint32(queries // visible.ratio),
-        step_part=np.uint32(queries % visible.ratio),
         **shared,
     )
     return True

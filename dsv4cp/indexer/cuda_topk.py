@@ -24,16 +24,21 @@ ELEMENTS = {"float32": "Float32", "bfloat16": "BFloat16", "float16": "Float16"}
 MOST = 2048  # entries that the kernel can choose
 BIN_BYTES = 2 * 4 * 2052  # two arrays of bins
 CHUNK_BYTES = 192 * 2**20  # scores of the queries that are scored before they are selected from
-# Up to how many entries: threads, blocks a multiprocessor. 32 entries a thread stay in registers; longer rows are read
-# once a pass.
+Block = tuple[int, int, int]  # threads, vectors of four entries that a thread holds, blocks a multiprocessor
+# Up to how many entries of a row: all of them in registers; in the last one longer rows are read once a pass.
+BLOCKS: dict[int, Block] = {1024: (128, 2, 8), 2048: (128, 4, 7), 4096: (128, 8, 6), 2**31: (256, 8, 3)}
 FEWEST_ROWS = 2048  # that are worth a launch of their own
-BLOCKS = {4096: (128, 6), 2**31: (256, 3)}
 
 
-def _defines(dtype: str, block: tuple[int, int], documents: bool) -> dict[str, Any]:
-    threads, blocks = block
-    blocks = blocks * 3 // 4 if documents else blocks  # which want more registers
-    return {"ELEMENT": ELEMENTS[dtype], "THREADS": threads, "BLOCKS": blocks, "DOCUMENTS": int(documents)}
+def _defines(dtype: str, block: Block, documents: bool) -> dict[str, Any]:
+    threads, vectors, blocks = block
+    return {
+        "ELEMENT": ELEMENTS[dtype],
+        "THREADS": threads,
+        "VECTORS": vectors,
+        "BLOCKS": blocks * 3 // 4 if documents else blocks,  # documents want registers
+        "DOCUMENTS": int(documents),
+    }
 
 
 VARIANTS: dict[str, list[dict[str, Any]]] = {
@@ -148,17 +153,21 @@ def launch_select(
         )
 
 
-def pieces(batch: int, queries: int, entries: int, visible: Limits) -> list[tuple[int, int, tuple[int, int]]]:
+def pieces(batch: int, queries: int, entries: int, visible: Limits) -> list[tuple[int, int, Block]]:
     """(first query, queries, block) of each launch: queries that see few entries get smaller blocks."""
-    few, (small, large) = next(iter(BLOCKS)), BLOCKS.values()
-    if entries <= few:
-        return [(0, queries, small)]
-    short = max(0, (few + 1 - visible.before) * visible.ratio - visible.phase)  # queries that see no more than `few`
-    if batch * short < FEWEST_ROWS:
-        return [(0, queries, large)]
-    if batch * (queries - short) < FEWEST_ROWS:
-        return [(0, queries, small if short >= queries else large)]
-    return [(0, short, small), (short, queries - short, large)]
+    made: list[tuple[int, int, Block]] = []
+    first = 0
+    for most, block in BLOCKS.items():
+        end = queries
+        if entries > most:  # the first query that sees more
+            end = min(queries, max(0, (most + 1 - visible.before) * visible.ratio - visible.phase))
+        if end > first and (batch * (end - first) >= FEWEST_ROWS or end == queries):
+            made.append((first, end - first, block))
+            first = end
+    if len(made) > 1 and batch * made[-1][1] < FEWEST_ROWS:  # joins the one before it
+        (start, rows, _), (_, more, block) = made[-2:]
+        made[-2:] = [(start, rows + more, block)]
+    return made
 
 
 def _select_slowly(scores: Any, documents: Any, found: tuple[Any, Any], spec: TopkSpec) -> None:
@@ -191,5 +200,5 @@ def _three_axes(scores: Any) -> Any:
 
 
 @functools.cache
-def _kernel(dtype: str, block: tuple[int, int], documents: bool) -> _kernels.Kernel:
+def _kernel(dtype: str, block: Block, documents: bool) -> _kernels.Kernel:
     return _kernels.kernel(FILE, "indexer_topk", defines=_defines(dtype, block, documents))

@@ -1,6 +1,6 @@
 """Indexer scores and top-k on this machine's GPU: correctness in short, then times. Under a minute.
 
-    python tests/gpu/check_indexer.py [--quick | --only-check]
+    python tests/gpu/check_indexer.py [--quick] [--only-check | --only-times]
 
 Correctness: both kernels of the scores, dtypes, heads, sizes, positions, against a float64 oracle; the selection
 against a full stable sort. Times: medians of CUDA-event times after warm-up, of the kernels alone (every call queued
@@ -197,13 +197,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer repeats, no longest case")
     parser.add_argument("--only-check", action="store_true", help="no times")
+    parser.add_argument("--only-times", action="store_true", help="no small cases")
     options = parser.parse_args()
     about = cupy.cuda.runtime.getDeviceProperties(0)
     print(f"{about['name'].decode()}, {about['multiProcessorCount']} multiprocessors", flush=True)
-    for path in ("portable", None):
-        cuda_scores.forced_path = path
-        small_scores(path or "default")
-    small_selections()
+    if not options.only_times:
+        for path in ("portable", None):
+            cuda_scores.forced_path = path
+            small_scores(path or "default")
+        small_selections()
     if not options.only_check:
         times(5 if options.quick else 20)
         if not options.quick:
