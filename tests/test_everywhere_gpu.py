@@ -17,7 +17,7 @@ from tests.support.gpu_jobs import current, jobs, same_bits  # noqa: E402
 pytestmark = pytest.mark.gpu
 
 SPIN = 3_000_000  # clock cycles, about 1.5 ms: long after the host has queued what follows
-LONG = 200_000_000  # about 100 ms
+LONG = 400_000_000  # about 200 ms
 REPLAYS, REPEATS, THREADS = 100, 50, 8
 
 
@@ -96,7 +96,7 @@ def jobs_copy(job):
 
 def test_threads_at_once():
     """Eight threads, each with a stream of its own, run everything in an order of their own."""
-    work = [job for name in OPS for job in jobs(name)]
+    work = [job for name in OPS for job in jobs(name) if not switches_torch(job)]
     errors: list[str] = []
     barrier = threading.Barrier(THREADS)
 
@@ -121,6 +121,11 @@ def test_threads_at_once():
     for t in threads:
         t.join()
     assert errors == []
+
+
+def switches_torch(job) -> bool:
+    """The call sets torch.use_deterministic_algorithms, which all threads share."""
+    return job.way.library == "torch" and "index" in job.op.name and job.case.get("impl") == "deterministic"
 
 
 # --- Graphs --------------------------------------------------------------------------------------------------
