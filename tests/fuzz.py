@@ -72,6 +72,7 @@ class Session:
             self.failed(op, case, f"{type(error).__name__}: {error}")
             return
         self.done[key] += 1
+        self.beat = time.monotonic()  # queued; whether it ends is seen in land()
         self.flying[-1] = (case, verdict)
         if len(self.flying) >= AT_ONCE or case["way"].split("/")[1] == "cpu":
             self.land()

@@ -3,6 +3,7 @@ allocations, and bits that stay. New backends are in as soon as they are offered
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -16,7 +17,7 @@ from tests.support.gpu_jobs import current, jobs, same_bits  # noqa: E402
 pytestmark = pytest.mark.gpu
 
 SPIN = 3_000_000  # clock cycles, about 1.5 ms: long after the host has queued what follows
-LONG = 200_000_000  # about 100 ms
+LONG = 400_000_000  # about 200 ms
 REPLAYS, REPEATS, THREADS = 100, 50, 8
 
 
@@ -75,6 +76,8 @@ def test_memory_freed_while_kernels_that_read_it_wait(name):
                 got = mine.run()
                 del mine
                 spoil = [torch.full((n,), 0xFF, dtype=torch.uint8, device="cuda") for n in sizes for _ in range(3)]
+                if job.way.library == "cupy":
+                    spoil += [cupy.full(n, 0xFF, "u1") for n in sizes for _ in range(3)]
             spoil += [torch.full((n,), 0xFF, dtype=torch.uint8, device="cuda") for n in sizes for _ in range(3)]
             torch.cuda.synchronize()
             assert not job.wrong(got)
@@ -93,7 +96,7 @@ def jobs_copy(job):
 
 def test_threads_at_once():
     """Eight threads, each with a stream of its own, run everything in an order of their own."""
-    work = [job for name in OPS for job in jobs(name)]
+    work = [job for name in OPS for job in jobs(name) if not switches_torch(job)]
     errors: list[str] = []
     barrier = threading.Barrier(THREADS)
 
@@ -118,6 +121,11 @@ def test_threads_at_once():
     for t in threads:
         t.join()
     assert errors == []
+
+
+def switches_torch(job) -> bool:
+    """The call sets torch.use_deterministic_algorithms, which all threads share."""
+    return job.way.library == "torch" and "index" in job.op.name and job.case.get("impl") == "deterministic"
 
 
 # --- Graphs --------------------------------------------------------------------------------------------------
@@ -218,7 +226,7 @@ def test_a_failed_allocation_raises_and_the_next_call_works(name, monkeypatch):
     real = torch.empty
     for job in jobs(name):
         before = current()
-        for fail in range(1, 40):
+        for fail in range(1, 13 if job.by_kernels else 4):
             count = [0]
 
             def refuse(fail=fail, count=count) -> bool:
@@ -249,14 +257,19 @@ def test_a_failed_allocation_raises_and_the_next_call_works(name, monkeypatch):
 
 
 def test_a_small_pool_raises_and_the_next_call_works():
-    """CuPy's own limit, in the middle of a call that needs more than one block."""
-    for name in ("attention", "attention gradient", "index scores", "Sinkhorn gradient"):
+    """CuPy's own limit, which the results or the workspace of the call do not fit in."""
+    for name in ("attention", "attention gradient", "index scores"):
         for job in jobs(name):
-            if job.way.library != "cupy":
+            if job.way.library != "cupy" or job.way.backend == "cudnn":
                 continue
             pool = cupy.cuda.MemoryPool()
             pool.set_limit(size=2**16)
-            with cupy.cuda.using_allocator(pool.malloc), pytest.raises(cupy.cuda.memory.OutOfMemoryError):
-                job.call()
-            assert pool.used_bytes() == 0, f"{job}: memory is lost"
+            raised = False
+            with cupy.cuda.using_allocator(pool.malloc):
+                try:
+                    job.call()
+                except cupy.cuda.memory.OutOfMemoryError:
+                    raised = True
+            gc.collect()
+            assert raised and pool.used_bytes() == 0, f"{job}: memory is lost"
             assert not job.wrong(job.run())

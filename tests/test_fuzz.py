@@ -106,7 +106,7 @@ def test_index_score_oracle_is_the_plain_one():
         visible = naive.indexer_visible(q.shape[1], k.shape[1], case["R"], case["start"])
         assert np.array_equal(seen.numpy(), np.broadcast_to(visible, seen.shape))
         rows = k[:, None].expand(-1, q.shape[1], -1, -1)
-        (gq, _), (parts, _, _), (gw, _) = oracle64.index_scores_grad(g, q, rows, w, scale, 0.0, 0.0, seen)
+        (gq, _), (parts, _, _), (gw, _) = oracle64.index_scores_grad(g, q, rows, w, scale, 0.0, None, seen)
         want = naive.indexer_scores_grad(g.nan_to_num(0.0), q, k, w, scale, visible)
         for x, y in zip((gq, parts.sum(1), gw), want, strict=True):
             near(x, y)

@@ -51,3 +51,20 @@ def test_entry_gradients_of_half_types_are_rounded_once():
     numbers = {"compress_ratio": 1, "softmax_scale": 1.0, "backend": "torch"}
     torch_ops.dsv4_indexer_topk_scores(q, k, w, ids, **numbers).sum().backward()
     assert k.grad.dtype == torch.bfloat16 and k.grad.item() == WHOLE
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("sinks", ["2e38", "1e4", "-1e4", "+inf", "-inf", "mixed"])
+def test_sinks_of_any_size_have_a_gradient(device, sinks):
+    """A sink near the end of float32 made exp of a rounding error infinite: its gradient was NaN."""
+    from tests.support.fuzz_ops import OPS, Refused, try_case
+
+    op = OPS["attention gradient"]
+    for way in op.ways(device):
+        for impl in ("atomic", "deterministic"):
+            sizes = {"B": 2, "S": 3, "H": 5, "K": 7, "T": 4, "sinks": sinks, "impl": impl, "ids": "random"}
+            try:
+                verdict = try_case(op, {"op": op.name, "way": str(way), **op.plain(way), **sizes}, detail=True)
+            except Refused:
+                continue
+            assert not verdict.failed(), (str(way), verdict.notes)

@@ -19,7 +19,7 @@ trap 'rm -rf "$folder"' EXIT
 
 declare -A process
 for tool in memcheck racecheck initcheck synccheck; do
-  timeout "$limit" "$sanitizer" --tool "$tool" --error-exitcode 9 --print-limit 5 --launch-timeout 0 \
+  timeout "$limit" "$sanitizer" --tool "$tool" --error-exitcode 9 --print-limit 5 \
     "$python" tests/gpu/small_run.py >"$folder/$tool" 2>&1 &
   process[$tool]=$!
 done

@@ -233,8 +233,8 @@ class Canaries:
             kept = {n: getattr(torch, n) for n in ("empty", "empty_like", "zeros", "zeros_like")}
             self._real = kept["empty"]
             torch.empty, torch.zeros = self._empty, self._zeros
-            torch.empty_like = lambda x, **kw: self._empty(x.shape, dtype=x.dtype, device=x.device)
-            torch.zeros_like = lambda x, **kw: self._zeros(x.shape, dtype=x.dtype, device=x.device)
+            torch.empty_like = lambda x, **kw: self._empty(x.shape, **_like(x, kw))
+            torch.zeros_like = lambda x, **kw: self._zeros(x.shape, **_like(x, kw))
             self._exit.callback(lambda: [setattr(torch, n, f) for n, f in kept.items()])
         return self
 
@@ -250,6 +250,7 @@ class Canaries:
         return memory + MARGIN
 
     def _empty(self, *size: Any, dtype: Any = None, device: Any = None, **options: Any) -> torch.Tensor:
+        size = size or (options["size"],)
         shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
         dtype = dtype or torch.get_default_dtype()
         count = int(np.prod(shape))
@@ -285,6 +286,11 @@ class Canaries:
             )
             kernel((1,), (128,), arguments)
         return bad > 0
+
+
+def _like(x: torch.Tensor, given: dict[str, Any]) -> dict[str, Any]:
+    """dtype and device of x unless others are given; always row-major."""
+    return {"dtype": x.dtype, "device": x.device} | {n: v for n, v in given.items() if n in ("dtype", "device") and v}
 
 
 def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

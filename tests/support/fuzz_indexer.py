@@ -212,13 +212,13 @@ class ScoresOp(Op):
             if way.backend == "auto" or case["g unseen"] == "NaN" or case["unseen"] != "plain":
                 return  # which pairs count is the backend's choice
             seen = torch.ones_like(seen)
-        unit = oracle64.UNIT[case["dtype"]] if not way.reference else 0.0
+        half = None if way.reference or case["dtype"] not in ("bfloat16", "float16") else case["dtype"]
         if rows.shape[1] != q.shape[1]:
             rows = rows.expand(-1, q.shape[1], -1, -1)
         # A product of an unseen pair with NaN is no NaN: such pairs are zeros here.
         rows = torch.where(seen[..., None], rows, 0.0)
         (gq, eq), (parts, bounds, noises), (gw, ew) = oracle64.index_scores_grad(
-            g, q, rows, w, self._scale(case), acc, unit, seen
+            g, q, rows, w, self._scale(case), acc, half, seen
         )
         if self.slots:
             at = Attention.__new__(Attention)

@@ -35,7 +35,6 @@ MORE: dict[str, list[dict[str, Any]]] = {  # a second case of an op
     "Sinkhorn gradient": [{"M": 9, "leading": [33]}],
     "plan": [{"layout of plan": "cudnn", "promise": True}],
 }
-SCATTERS = ("attention gradient", "index scores at ids gradient", "index scores gradient")  # with atomics, unless said
 
 
 @dataclass
@@ -84,15 +83,14 @@ class Job:
 
     @property
     def by_kernels(self) -> bool:
-        """Not the reference: what must be capturable, must not wait, and repeats its bits."""
-        return not self.way.reference and self.way.backend != "auto"
+        """By this package's kernels, asked for by name: they can be captured, never wait, repeat what they promise."""
+        return not self.way.reference and self.way.backend not in ("auto", "cudnn")
 
     @property
     def repeats(self) -> bool:
-        """Whether bits are the same every time: sums over shared rows on a GPU are atomic unless said otherwise."""
-        if "impl" in self.case and self.by_kernels:
-            return self.case["impl"] == "deterministic" or self.op.name == "index scores gradient"
-        return self.by_kernels or self.op.name not in SCATTERS
+        """Whether the same bits are promised every time: atomic sums over shared rows promise none."""
+        scatters = self.op.name in ("attention gradient", "index scores at ids gradient")
+        return self.by_kernels and (not scatters or self.case["impl"] == "deterministic")
 
     @contextlib.contextmanager
     def on(self, stream: torch.cuda.Stream):

@@ -14,6 +14,8 @@ need no table:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 UNIT = {"float64": 0.0, "float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -166,28 +168,33 @@ def index_scores(q, rows, weights, scale: float, acc: float) -> Pair:
     return value, error.nan_to_num(0.0) + LEAST["float32"]
 
 
-def index_scores_grad(g, q, rows, weights, scale: float, acc: float, unit: float, seen) -> tuple[Pair, ...]:
-    """(value, bound) of the gradients of q, of rows [B, S, P, E] (one copy a query, to be summed) and of weights.
+def index_scores_grad(g, q, rows, weights, scale: float, acc: float, half: str | None, seen) -> tuple[Any, ...]:
+    """(value, bound) of the gradients of q and of weights; (values, bounds, squares) of that of rows [B, S, P, E], one
+    copy a query, to be summed.
 
-    g and seen [B, S, P]. Where the sign of a logit is within its error, the whole term may be there or not.
+    g and seen [B, S, P]. half: the dtype that operands of products are rounded to. Where the sign of a logit is within
+    its error, the whole term may be there or not.
     """
+    unit, least = (0.0, 0.0) if half is None else (UNIT[half], LEAST[half] if half == "float16" else 0.0)
+    long = acc * (1 + max(q.shape[1] * q.shape[2], rows.shape[2]) / SHORT)
     logits, size = q @ rows.transpose(2, 3), q.abs() @ rows.abs().transpose(2, 3)
     g = torch.where(seen, g, 0.0) * scale
     seen = seen[:, :, None, :]
     on = torch.where(seen, (logits > 0).double(), 0.0)
     unsure = torch.where(seen & (logits.abs() <= acc * size), 1.0, 0.0)
     flow, doubt = g[:, :, None, :] * on, g.abs()[:, :, None, :] * (unsure + acc * on)
-    noise = (unit * flow).square()
+    noise, least = (unit * flow).square(), least**2 * on
     w, across = weights[..., None], rows.abs()
     grad_q = w * (flow @ rows)
-    error_q = w.abs() * (doubt @ across + SIGMAS * (noise @ rows.square()).sqrt() + acc * (flow.abs() @ across))
+    noise_q = ((noise * w.square() + least * (1 + w.square())) @ rows.square()).sqrt()
+    error_q = w.abs() * (doubt @ across + long * (flow.abs() @ across)) + SIGMAS * noise_q
     wq = w * q
     grad_rows = flow.transpose(2, 3) @ wq
-    bounds = (doubt + acc * flow.abs()).transpose(2, 3) @ wq.abs()
-    noises = 2 * noise.transpose(2, 3) @ wq.square()
+    bounds = (doubt + long * flow.abs()).transpose(2, 3) @ wq.abs()
+    noises = (2 * noise + least).transpose(2, 3) @ wq.square() + least.transpose(2, 3) @ q.square()
     active = torch.where(seen, torch.where(logits <= 0, 0.0, logits), 0.0)
     grad_w = (active * g[:, :, None, :]).sum(3)
-    error_w = acc * (g.abs()[:, :, None, :] * torch.where(seen, size + active, 0.0)).sum(3)
+    error_w = long * (g.abs()[:, :, None, :] * torch.where(seen, size + active, 0.0)).sum(3)
     return (grad_q, error_q.nan_to_num(0.0)), (grad_rows, bounds, noises), (grad_w, error_w.nan_to_num(0.0))
 
 
