@@ -47,7 +47,7 @@ mixed = dsv4cp.dsv4_sinkhorn_normalize(x, repeat=20, eps=1e-6)
 same("one Sinkhorn matrix alone", (dsv4cp.dsv4_sinkhorn_normalize(x[7:8], repeat=20, eps=1e-6),), (mixed[7:8],))
 
 # The gradient of kv is a sum over queries. NumPy adds in a fixed order. On a GPU "atomic", the default, adds as
-# threads arrive; "deterministic" adds in a fixed order, whatever the cap on its working memory.
+# threads arrive; "deterministic" gives the same bits, whatever the order of threads and the cap on working memory.
 arguments = (grad_out, q, kv, sinks, ids, out, lse, scale)
 first, second = (dsv4cp.dsv4_sparse_attention_grad(*arguments, backward_impl="deterministic") for _ in range(2))
 same("deterministic gradient twice", first, second)
