@@ -68,17 +68,12 @@ class Backends:
 
 
 def choose_backends(name: str) -> tuple[Backends, list[str]]:
-    """What --backend means for each op, and a line for each op that has no such kernels here.
+    """What --backend means for each op, and a line for each op that has no kernels on this machine.
 
     "torch" and "auto" are the same word for every op. "tilelang" (this package's kernels) and "cudnn" (NVIDIA's)
     must be there for attention, or the first call says why not; the other ops take the best they have.
     """
     if name in ("torch", "auto"):
         return Backends(name, name, name), []
-    found, notes = {}, []
-    for op, asked in (("sinkhorn", "sinkhorn"), ("indexer", "indexer")):
-        there = ops.is_dsv4_kernel_available(asked)  # type: ignore[arg-type]
-        found[op] = "tilelang" if there else "torch"
-        if not there:
-            notes.append(f"{op}: no CUDA kernels here, runs the torch reference")
-    return Backends(attention=name, **found), notes
+    without = [op for op in ("sinkhorn", "indexer") if not ops.is_dsv4_kernel_available(op)]
+    return Backends(name, "auto", "auto"), [f"{op}: no CUDA kernels here, the torch reference runs" for op in without]
