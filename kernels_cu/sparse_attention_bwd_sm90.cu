@@ -2,6 +2,52 @@
 // archs: 90a
 // hot: sparse_attention_bwd_sm90
 //
+//     p = exp2(scale2 q.k - L),  ds = scale p (grad_out.k - delta)              over slots t with 0 <= id_t < keys
+//     grad_q[h] = sum_t ds[h,t] k_t,     sums[id_t] += sum_h ds[h,t] q[h] + p[h,t] grad_out[h]
+//
+// L and delta come from sparse_attention_bwd_prep.cu, sums go to sparse_attention_bwd_finish.cu. DETERMINISTIC: sums are
+// integers (fixed_sum.cuh), else float32 added with atomics.
+//
+// Grid: clusters of 2 HEAD_BLOCKS blocks, persistent: one block a multiprocessor; cluster i takes the items i, i + clusters,
+// ...; an item is HEAD_BLOCKS * 64 heads of one query. The blocks of a pair own 256 columns each of everything with columns;
+// with HEAD_BLOCKS 2 a second pair has the other 64 heads of the same slots. So each (query, slot) row is added to the sums
+// once for up to 128 heads.
+// Block: 512 threads in roles that run ahead of each other, coupled by mbarriers:
+//   score warpgroup     [S | dP] (64 slots x 128) over its 256 columns; half of it, the other block's 32 heads, goes to that
+//                       block, which adds its own, forms p and ds of its 32 heads and writes them to both blocks
+//   product warpgroups  two, 128 columns each: dQ += dS K, then dKV = dS^T Q + P^T dO and its addition to the sums. They take
+//                       turns with dKV, so that one adds while the other multiplies
+//   gather warps        three: the halves of the key rows of each block of 64 slots
+//   index warp          valid ids in slot order; what else its item needs, where there is room for two items
+// Shared memory (dynamic, up to 227 KB): Q and dO stacked [stage][4 chunks][128 rows][64], keys [stage][4 chunks][64][64],
+//   dS and P [stage][64 slots][64 heads], all 128-byte swizzled and used in both directions; scores received; with
+//   HEAD_BLOCKS 2 also products received; ids, factors, L, delta.
+// Determinism: P, dS, grad_q and each contribution to the sums have a fixed order that the query's own valid ids decide
+//   (what two blocks add to each other is two terms). The order of additions to float32 sums is free; integer sums have the
+//   same bits in any order.
+//
+// Rows that a block lacks are zero-filled: NaN in unselected rows never enters. Heads beyond H are zeros with L = +inf.
+//
+// Floor on one H200 (S4096 H64 T640, 510 valid ids a query): products 0.87 ms at 790 TFLOP/s; additions of 4.3 GB 1.14 ms
+// at 3.75 TB/s (float32), 2.28 ms (integers): 4045 and 8090 clocks a block of 64 slots, of which products need 2560.
+// Predicted: 1.3 and 2.6 ms, if everything hides behind the additions.
+//
+// Log (one H200, CUDA 13.0, GEMM 782 to 795 TFLOP/s unless said; medians of the kernel alone in ms for float32 sums of
+// S4096 H64 T640 and T160 (141 valid), and integer sums of the same; clocks a block):
+//   1  first version: 1.97 0.74 4.15 1.33; without the additions 1.55. Arrivals at the other block's barriers with
+//      .release.cluster wait for all additions under way, waits with .acquire.cluster empty L1.
+//   2  plain arrivals and waits; scores of the other block's heads first and sent while its own run (N = 64): 1.80 0.66;
+//      64 at a time and 128 at a time are equal, taking turns is worth 1 %.
+//      Additions by cp.reduce.async.bulk from a staging buffer of 8 rows a warp: 2.96 1.16.
+//      A cluster works on neighbouring queries, not clusters on neighbours: 1.95.
+//   3  quads trade until a warp's instruction adds to whole 128-byte lines, keys given back right after dQ, scores of the next
+//      block run beside the softmax, one stage of Q and dO and three of keys: integers 4.15 -> 3.06; float32 1.90 0.82:
+//      the change of queries costs 9000 clocks of the score warpgroup, a branch around each addition 8 instructions.
+//   4  no branches around additions (zeros where a slot lacks), factors of the integers found by the index warp:
+//      integers 2.57 1.14; float32 with one stage of Q and dO 1.93 0.80, with two 1.79 0.69.
+//   5  dQ of the next block started before a block's additions: ptxas then serialises the products (C7514); not pursued.
+//   H128 S2048, 895 valid ids of 10240 keys: cluster of four 3.53, integers 4.12; clusters of two that add twice 3.23, 5.50.
+//      30 clusters of four run at once (120 of 132 multiprocessors), and trading products takes 2000 clocks a block.
 #include "sparse_attention_bwd_sm90_results.cuh"
 
 // ---- Index warp ----------------------------------------------------------------------------------------
