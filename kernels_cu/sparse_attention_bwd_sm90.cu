@@ -447,7 +447,7 @@ extern "C" __global__ void __cluster_dims__(2 * HEAD_BLOCKS, 1, 1) __launch_boun
     __syncthreads();
     cluster_sync();  // barriers are initialised before anyone, here or in the other block, uses them
     if (warp < 4) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(SCORE_REGISTERS));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(SCORE_REGISTERS));
         score_warpgroup(p, shared, bars);
     } else if (warp < 12) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(PRODUCT_REGISTERS));
