@@ -61,7 +61,8 @@ DEVICE void load_heads(const Call& p, u32 to, u32 bar, int item) {
     bar_arrive_expecting(bar, X_BYTES);
 #pragma unroll 1
     for (int c = 0; c < 4; c++, to += X_CHUNK) {
-        const int column = p.half() * HALF + (c ^ p.head_block()) * 64, own = h0 + p.half() * OWN_HEADS, other = h0 + (1 - p.half()) * OWN_HEADS;
+        const int column = p.half() * HALF + (c ^ p.head_block()) * 64;
+        const int own = h0 + p.half() * OWN_HEADS, other = h0 + (1 - p.half()) * OWN_HEADS;
         load_box(to, p.q_map, column, own, s, b, bar);
         load_box(to + BOX, p.grad_out_map, column, own, s, b, bar);
         load_box(to + 2 * BOX, p.q_map, column, other, s, b, bar);
@@ -69,7 +70,6 @@ DEVICE void load_heads(const Call& p, u32 to, u32 bar, int item) {
     }
 }
 
-static const int AHEAD = DETERMINISTIC ? 2 : 4;  // warp-wide reads of ids on their way
 // All of an item that its scores need but keys, once the place is free. One warp.
 DEVICE void load_item(const Call& p, u32 shared, u32 bars, int item, int x_stage, u32 free_parity, int lane) {
     const int head = p.first_head(item) + p.half() * OWN_HEADS + lane;
@@ -83,6 +83,8 @@ DEVICE void load_item(const Call& p, u32 shared, u32 bars, int item, int x_stage
     if (lane == 0) load_heads(p, shared + x_stage * X_BYTES, bars + (BAR_X_FULL + x_stage) * 8, item);
     __syncwarp();
 }
+
+static const int AHEAD = DETERMINISTIC ? 2 : 4;  // warp-wide reads of ids on their way
 
 // Valid ids, in slot order, in blocks of SLOTS; the last block of an item carries the flag LAST.
 DEVICE void index_warp(const Call& p, u32 shared, u32 bars) {
@@ -100,7 +102,8 @@ DEVICE void index_warp(const Call& p, u32 shared, u32 bars) {
         if (Q_STAGES > 1) load_item(p, shared, bars, item, x_stage, x_parity, lane);  // else ids must run ahead of it
         if (lane < 16 && item + p.step < p.items) {
             const int query = p.query(item + p.step), h0 = p.first_head(item + p.step) + (lane >> 1 & 1) * OWN_HEADS;
-            prefetch_box(lane & 1 ? p.q_map : p.grad_out_map, p.half() * HALF + (lane >> 2) * 64, h0, query % p.queries, query / p.queries);
+            const TensorMap* map = lane & 1 ? p.q_map : p.grad_out_map;
+            prefetch_box(map, p.half() * HALF + (lane >> 2) * 64, h0, query % p.queries, query / p.queries);
         }
         if (++x_stage == Q_STAGES) x_stage = 0, x_parity ^= 1;
         wait(bars + (BAR_ID_FREE + stage) * 8, parity);
@@ -204,14 +207,16 @@ DEVICE void start_scores(float (&own)[32], float (&other)[32], u32 keys, u32 x) 
     fence_async();
     wgmma_begin();
 #pragma unroll
-    for (int i = 0; i < 16; i++)
-        wgmma_m64n128k16_ss(own, other, a + (((i >> 2) * KEY_CHUNK + (i & 3) * 32) >> 4), b + (((i >> 2) * X_CHUNK + (i & 3) * 32) >> 4), i > 0);
+    for (int i = 0; i < 16; i++) {
+        const u32 chunk = i >> 2, step = (i & 3) * 32;
+        wgmma_m64n128k16_ss(own, other, a + ((chunk * KEY_CHUNK + step) >> 4), b + ((chunk * X_CHUNK + step) >> 4), i > 0);
+    }
     wgmma_end();
 }
 
 // p = 2^(scale2 s - L) and dS = scale p (dP - delta) of row g (e 0) or g + 8 (e 2), packed: pairs of heads 8 j + 2 c.
-DEVICE void softmax(const Call& p, const float (&s)[32], const float (&total)[8], const float (&delta)[8], bool exists, int e, u32 (&p2)[4],
-                    u32 (&ds2)[4]) {
+DEVICE void softmax(const Call& p, const float (&s)[32], const float (&total)[8], const float (&delta)[8], bool exists, int e,
+                    u32 (&p2)[4], u32 (&ds2)[4]) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         float w[2], ds[2];
@@ -236,8 +241,8 @@ DEVICE void load_head_values(u32 heads, float (&total)[8], float (&delta)[8]) {
 }
 
 // What one block of slots becomes once the other half of its scores is there: P and dS in both blocks' shared memory.
-DEVICE void finish_scores(const Call& p, float (&s)[32], float (&total)[8], float (&delta)[8], u32 heads, u32 shared, u32 there, int count, u32 turn, int p_stage, u32 p_parity,
-                          int thread, Clock& clock) {
+DEVICE void finish_scores(const Call& p, float (&s)[32], float (&total)[8], float (&delta)[8], u32 heads, u32 shared, u32 there,
+                          int count, u32 turn, int p_stage, u32 p_parity, int thread, Clock& clock) {
     const int lane = thread & 31, row = (thread >> 5) * 16 + (lane >> 2);
     const u32 bars = shared + AT_BARS, p_full = AT_BARS + (BAR_P_FULL + p_stage) * 8;
     wait(bars + BAR_SENT_FULL * 8, turn);
@@ -250,8 +255,8 @@ DEVICE void finish_scores(const Call& p, float (&s)[32], float (&total)[8], floa
     }
     __syncwarp();
     if (lane == 0) bar_arrive_remote(there + AT_BARS + BAR_SENT_FREE * 8);
-    // Adds to global memory, which share the way with loads, fill it: fewer loads a block. The deterministic kernel lacks the
-    // registers, and its adds take longest anyway.
+    // The additions to global memory fill the way that loads from shared memory take, too: fewer of those a block. The
+    // deterministic kernel lacks the registers, and its additions take longest anyway.
     if (DETERMINISTIC) load_head_values(heads, total, delta);
     u32 w[2][4], ds[2][4];
 #pragma unroll
@@ -265,7 +270,8 @@ DEVICE void finish_scores(const Call& p, float (&s)[32], float (&total)[8], floa
     clock.read(10);
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-        const u32 at = AT_DS + p_stage * 2 * P_TILE + (row + e * 8) * 128, here = at + (((lane & 3) ^ (row & 7)) << 4), other = at + (((4 + (lane & 3)) ^ (row & 7)) << 4);
+        const u32 at = AT_DS + p_stage * 2 * P_TILE + (row + e * 8) * 128;
+        const u32 here = at + (((lane & 3) ^ (row & 7)) << 4), other = at + (((4 + (lane & 3)) ^ (row & 7)) << 4);
         store_async<0>(there + other, ds[e][0], ds[e][1], ds[e][2], ds[e][3], there + p_full);
         store_async<P_TILE>(there + other, w[e][0], w[e][1], w[e][2], w[e][3], there + p_full);
         store_u32x4(shared + here, ds[e]);
@@ -277,7 +283,7 @@ DEVICE void finish_scores(const Call& p, float (&s)[32], float (&total)[8], floa
     clock.read(11);
 }
 
-// The scores of the next block run while this one's are finished; not across items, whose Q and dO take the same place.
+// The scores of the next block run while this one's are finished, if its keys are there; not across items.
 DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars) {
     const int thread = fresh_thread();
     u32 there = remote(shared, cluster_rank() ^ 1);
@@ -286,7 +292,7 @@ DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars) {
     Clock clock(shared, thread == 0);
     for (int item = p.first(); item < p.items; item += p.step) {
         const u32 x = shared + x_stage * X_BYTES, heads = shared + AT_HEADS + x_stage * OWN_HEADS * 8 + (thread & 3) * 8;
-        float own[32], other[32], s[32], total[8], delta[8];
+        float own[32], other[32], s[32], total[8], delta[8];  // s: of the block before
         u32 meta = 0;
         if (Q_STAGES == 1 && thread < 32) load_item(p, shared, bars, item, 0, x_parity ^ 1, thread);
         wait(bars + (BAR_X_FULL + x_stage) * 8, x_parity);
@@ -335,7 +341,7 @@ DEVICE void add_queries(float (&dq)[64], u32 ds, u32 keys, int accumulate) {
     for (int k = 0; k < 4; k++) wgmma_m64n128k16_ss<1, 1>(dq, a + (k * 2048 >> 4), b + (k * 2048 >> 4), k | accumulate);
 }
 
-// dKV = dS^T Q + P^T dO: 16 heads a step.
+// dKV = dS^T Q + P^T dO: 16 heads a step, in the order of dS's columns.
 DEVICE void multiply_keys(float (&dkv)[64], u32 ds, u32 x) {
     const u64 a = operand(ds, 16, 1024), b = operand(x, X_CHUNK, 1024);
 #pragma unroll
@@ -345,6 +351,7 @@ DEVICE void multiply_keys(float (&dkv)[64], u32 ds, u32 x) {
     }
 }
 
+// dQ first: it gives the keys back. "bar.sync 1 and 2": whose turn it is with dKV.
 DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns) {
     const int thread = fresh_thread() & 127;
     const int lane = thread & 31;
@@ -406,24 +413,28 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns) 
         } while (!(meta & LAST));
         if (++x_stage == Q_STAGES) x_stage = 0;
         // Rows 0..31 are this block's heads, 32..63 the other's.
-        const int row = (fresh_thread() & 127) >> 5 << 4 | (lane >> 2), h = p.first_head(item) + ((row >> 5) ^ p.half()) * OWN_HEADS + (row & 31);
-        element* to = p.grad_q + ((i64)p.query(item) * p.heads + h) * HEAD_DIM + p.half() * HALF + columns * 128 + p.head_block() * 64 + (lane & 3) * 8;
-        if (p.parts & 1) store_columns(dq, h < p.heads ? to : nullptr, h + 8 < p.heads ? to + 8 * HEAD_DIM : nullptr, p.head_block() ? -64 : 64, lane);
+        const int row = (fresh_thread() & 127) >> 5 << 4 | (lane >> 2);
+        const int h = p.first_head(item) + ((row >> 5) ^ p.half()) * OWN_HEADS + (row & 31), second = p.head_block() ? -64 : 64;
+        element* to = p.grad_q + ((i64)p.query(item) * p.heads + h) * HEAD_DIM + p.half() * HALF + columns * 128;
+        to += p.head_block() * 64 + (lane & 3) * 8;
+        if (p.parts & 1) store_columns(dq, h < p.heads ? to : nullptr, h + 8 < p.heads ? to + 8 * HEAD_DIM : nullptr, second, lane);
         clock.read(c0 + 4);
     }
 }
 
 // ---- Kernel --------------------------------------------------------------------------------------------
 
+// q_map and grad_out_map: [B][S][H][512], boxes of 32 heads by 64 columns, 128-byte swizzled. Strides in elements; the last is
+// 1. sums: [batch, key_last - key_first, 512]; parts, exponents: see cuda_bwd.py. scale2: log2(e) times scale.
 extern "C" __global__ void __cluster_dims__(2 * HEAD_BLOCKS, 1, 1) __launch_bounds__(THREADS, 1) sparse_attention_bwd_sm90(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap grad_out_map, const element* kv, const int* ids,
-    const float* log2_total, const float* delta, element* grad_q, void* sums, int* exponents, i64 kv_stride_b, i64 kv_stride_k, int batch, int queries,
-    int heads, int keys, int slots, int key_first, int key_last, int parts, float scale, float scale2) {
+    const float* log2_total, const float* delta, element* grad_q, void* sums, int* exponents, i64 kv_stride_b, i64 kv_stride_k,
+    int batch, int queries, int heads, int keys, int slots, int key_first, int key_last, int parts, float scale, float scale2) {
     extern __shared__ __align__(1024) unsigned char dynamic[];
     const u32 shared = (u32)__cvta_generic_to_shared(dynamic), bars = shared + AT_BARS;
     const int warp = __shfl_sync(FULL_WARP, threadIdx.x >> 5, 0), groups = (heads + HEADS * HEAD_BLOCKS - 1) / (HEADS * HEAD_BLOCKS);
-    const Call p = {&q_map, &grad_out_map, kv, ids, log2_total, delta, grad_q, sums, exponents, kv_stride_b, kv_stride_k, queries, heads, keys, slots,
-                    groups, batch * queries * groups, key_first, key_last, parts, scale, scale2, (int)gridDim.x / CLUSTER};
+    const Call p = {&q_map, &grad_out_map, kv, ids, log2_total, delta, grad_q, sums, exponents, kv_stride_b, kv_stride_k,
+                    queries, heads, keys, slots, groups, batch * queries * groups, key_first, key_last, parts, scale, scale2, (int)gridDim.x / CLUSTER};
     if (threadIdx.x == 0) {
         for (int i = 0; i < Q_STAGES; i++) bar_init(bars + (BAR_X_FULL + i) * 8, 1), bar_init(bars + (BAR_X_FREE + i) * 8, 8);
         for (int i = 0; i < STAGES; i++) {
