@@ -37,7 +37,8 @@
 //      do, 0.085 ms at S4096.
 //   4  a lane's weights read once for two tiles (units of 64 rows): 3.48 beside 3.69 for 1 in one run. A profile showed 45
 //      instructions between a turn and its first product: operand descriptions moved to uniform registers.
-//   5  units unrolled and descriptions added to in 32 bits, so that they are uniform from the start: three such moves.
+//   5  units unrolled and descriptions added to in 32 bits, so that they are uniform from the start: three such moves; not
+//      timed yet.
 #ifndef ELEMENT
 #define ELEMENT BFloat16
 #endif

@@ -2,6 +2,52 @@
 // archs: 90a
 // hot: sparse_attention_bwd_sm90
 //
+//     p = exp2(scale2 q.k - L),  ds = scale p (grad_out.k - delta)              over slots t with 0 <= id_t < keys
+//     grad_q[h] = sum_t ds[h,t] k_t,     sums[id_t] += sum_h ds[h,t] q[h] + p[h,t] grad_out[h]
+//
+// L and delta come from sparse_attention_bwd_prep.cu, sums go to sparse_attention_bwd_finish.cu. DETERMINISTIC: sums are
+// integers (fixed_sum.cuh), else float32 added with atomics.
+//
+// Grid: clusters of 2 HEAD_BLOCKS blocks, persistent: one block a multiprocessor; cluster i takes the items i, i + clusters,
+// ...; an item is HEAD_BLOCKS * 64 heads of one query. The blocks of a pair own 256 columns each of everything with columns;
+// with HEAD_BLOCKS 2 a second pair has the other 64 heads of the same slots. So each (query, slot) row is added to the sums
+// once for up to 128 heads.
+// Block: 512 threads in roles that run ahead of each other, coupled by mbarriers:
+//   score warpgroup     [S | dP] (64 slots x 128) over its 256 columns; half of it, the other block's 32 heads, goes to that
+//                       block, which adds its own, forms p and ds of its 32 heads and writes them to both blocks
+//   product warpgroups  two, 128 columns each: dQ += dS K, then dKV = dS^T Q + P^T dO and its addition to the sums. They take
+//                       turns with dKV, so that one adds while the other multiplies
+//   gather warps        three: the halves of the key rows of each block of 64 slots
+//   index warp          valid ids in slot order; what else its item needs, where there is room for two items
+// Shared memory (dynamic, up to 227 KB): Q and dO stacked [stage][4 chunks][128 rows][64], keys [stage][4 chunks][64][64],
+//   dS and P [stage][64 slots][64 heads], all 128-byte swizzled and used in both directions; scores received; with
+//   HEAD_BLOCKS 2 also products received; ids, factors, L, delta.
+// Determinism: P, dS, grad_q and each contribution to the sums have a fixed order that the query's own valid ids decide
+//   (what two blocks add to each other is two terms). The order of additions to float32 sums is free; integer sums have the
+//   same bits in any order.
+//
+// Rows that a block lacks are zero-filled: NaN in unselected rows never enters. Heads beyond H are zeros with L = +inf.
+//
+// Floor on one H200 (S4096 H64 T640, 510 valid ids a query): products 0.87 ms at 790 TFLOP/s; additions of 4.3 GB 1.14 ms
+// at 3.75 TB/s (float32), 2.28 ms (integers): 4045 and 8090 clocks a block of 64 slots, of which products need 2560.
+// Predicted: 1.3 and 2.6 ms, if everything hides behind the additions.
+//
+// Log (one H200, CUDA 13.0, GEMM 782 to 795 TFLOP/s unless said; medians of the kernel alone in ms for float32 sums of
+// S4096 H64 T640 and T160 (141 valid), and integer sums of the same; clocks a block):
+//   1  first version: 1.97 0.74 4.15 1.33; without the additions 1.55. Arrivals at the other block's barriers with
+//      .release.cluster wait for all additions under way, waits with .acquire.cluster empty L1.
+//   2  plain arrivals and waits; scores of the other block's heads first and sent while its own run (N = 64): 1.80 0.66;
+//      64 at a time and 128 at a time are equal, taking turns is worth 1 %.
+//      Additions by cp.reduce.async.bulk from a staging buffer of 8 rows a warp: 2.96 1.16.
+//      A cluster works on neighbouring queries, not clusters on neighbours: 1.95.
+//   3  quads trade until a warp's instruction adds to whole 128-byte lines, keys given back right after dQ, scores of the next
+//      block run beside the softmax, one stage of Q and dO and three of keys: integers 4.15 -> 3.06; float32 1.90 0.82:
+//      the change of queries costs 9000 clocks of the score warpgroup, a branch around each addition 8 instructions.
+//   4  no branches around additions (zeros where a slot lacks), factors of the integers found by the index warp:
+//      integers 2.57 1.14; float32 with one stage of Q and dO 1.93 0.80, with two 1.79 0.69.
+//   5  dQ of the next block started before a block's additions: ptxas then serialises the products (C7514); not pursued.
+//   H128 S2048, 895 valid ids of 10240 keys: cluster of four 3.53, integers 4.12; clusters of two that add twice 3.23, 5.50.
+//      30 clusters of four run at once (120 of 132 multiprocessors), and trading products takes 2000 clocks a block.
 #include "sparse_attention_bwd_sm90_results.cuh"
 
 // ---- Index warp ----------------------------------------------------------------------------------------
@@ -15,7 +61,8 @@ DEVICE void load_heads(const Call& p, u32 to, u32 bar, int item) {
     bar_arrive_expecting(bar, X_BYTES);
 #pragma unroll 1
     for (int c = 0; c < 4; c++, to += X_CHUNK) {
-        const int column = p.half() * HALF + (c ^ p.head_block()) * 64, own = h0 + p.half() * OWN_HEADS, other = h0 + (1 - p.half()) * OWN_HEADS;
+        const int column = p.half() * HALF + (c ^ p.head_block()) * 64;
+        const int own = h0 + p.half() * OWN_HEADS, other = h0 + (1 - p.half()) * OWN_HEADS;
         load_box(to, p.q_map, column, own, s, b, bar);
         load_box(to + BOX, p.grad_out_map, column, own, s, b, bar);
         load_box(to + 2 * BOX, p.q_map, column, other, s, b, bar);
@@ -23,7 +70,6 @@ DEVICE void load_heads(const Call& p, u32 to, u32 bar, int item) {
     }
 }
 
-static const int AHEAD = DETERMINISTIC ? 2 : 4;  // warp-wide reads of ids on their way
 // All of an item that its scores need but keys, once the place is free. One warp.
 DEVICE void load_item(const Call& p, u32 shared, u32 bars, int item, int x_stage, u32 free_parity, int lane) {
     const int head = p.first_head(item) + p.half() * OWN_HEADS + lane;
@@ -37,6 +83,8 @@ DEVICE void load_item(const Call& p, u32 shared, u32 bars, int item, int x_stage
     if (lane == 0) load_heads(p, shared + x_stage * X_BYTES, bars + (BAR_X_FULL + x_stage) * 8, item);
     __syncwarp();
 }
+
+static const int AHEAD = DETERMINISTIC ? 2 : 4;  // warp-wide reads of ids on their way
 
 // Valid ids, in slot order, in blocks of SLOTS; the last block of an item carries the flag LAST.
 DEVICE void index_warp(const Call& p, u32 shared, u32 bars) {
@@ -54,7 +102,8 @@ DEVICE void index_warp(const Call& p, u32 shared, u32 bars) {
         if (Q_STAGES > 1) load_item(p, shared, bars, item, x_stage, x_parity, lane);  // else ids must run ahead of it
         if (lane < 16 && item + p.step < p.items) {
             const int query = p.query(item + p.step), h0 = p.first_head(item + p.step) + (lane >> 1 & 1) * OWN_HEADS;
-            prefetch_box(lane & 1 ? p.q_map : p.grad_out_map, p.half() * HALF + (lane >> 2) * 64, h0, query % p.queries, query / p.queries);
+            const TensorMap* map = lane & 1 ? p.q_map : p.grad_out_map;
+            prefetch_box(map, p.half() * HALF + (lane >> 2) * 64, h0, query % p.queries, query / p.queries);
         }
         if (++x_stage == Q_STAGES) x_stage = 0, x_parity ^= 1;
         wait(bars + (BAR_ID_FREE + stage) * 8, parity);
@@ -158,14 +207,16 @@ DEVICE void start_scores(float (&own)[32], float (&other)[32], u32 keys, u32 x) 
     fence_async();
     wgmma_begin();
 #pragma unroll
-    for (int i = 0; i < 16; i++)
-        wgmma_m64n128k16_ss(own, other, a + (((i >> 2) * KEY_CHUNK + (i & 3) * 32) >> 4), b + (((i >> 2) * X_CHUNK + (i & 3) * 32) >> 4), i > 0);
+    for (int i = 0; i < 16; i++) {
+        const u32 chunk = i >> 2, step = (i & 3) * 32;
+        wgmma_m64n128k16_ss(own, other, a + ((chunk * KEY_CHUNK + step) >> 4), b + ((chunk * X_CHUNK + step) >> 4), i > 0);
+    }
     wgmma_end();
 }
 
 // p = 2^(scale2 s - L) and dS = scale p (dP - delta) of row g (e 0) or g + 8 (e 2), packed: pairs of heads 8 j + 2 c.
-DEVICE void softmax(const Call& p, const float (&s)[32], const float (&total)[8], const float (&delta)[8], bool exists, int e, u32 (&p2)[4],
-                    u32 (&ds2)[4]) {
+DEVICE void softmax(const Call& p, const float (&s)[32], const float (&total)[8], const float (&delta)[8], bool exists, int e,
+                    u32 (&p2)[4], u32 (&ds2)[4]) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         float w[2], ds[2];
@@ -190,8 +241,8 @@ DEVICE void load_head_values(u32 heads, float (&total)[8], float (&delta)[8]) {
 }
 
 // What one block of slots becomes once the other half of its scores is there: P and dS in both blocks' shared memory.
-DEVICE void finish_scores(const Call& p, float (&s)[32], float (&total)[8], float (&delta)[8], u32 heads, u32 shared, u32 there, int count, u32 turn, int p_stage, u32 p_parity,
-                          int thread, Clock& clock) {
+DEVICE void finish_scores(const Call& p, float (&s)[32], float (&total)[8], float (&delta)[8], u32 heads, u32 shared, u32 there,
+                          int count, u32 turn, int p_stage, u32 p_parity, int thread, Clock& clock) {
     const int lane = thread & 31, row = (thread >> 5) * 16 + (lane >> 2);
     const u32 bars = shared + AT_BARS, p_full = AT_BARS + (BAR_P_FULL + p_stage) * 8;
     wait(bars + BAR_SENT_FULL * 8, turn);
@@ -204,8 +255,8 @@ DEVICE void finish_scores(const Call& p, float (&s)[32], float (&total)[8], floa
     }
     __syncwarp();
     if (lane == 0) bar_arrive_remote(there + AT_BARS + BAR_SENT_FREE * 8);
-    // Adds to global memory, which share the way with loads, fill it: fewer loads a block. The deterministic kernel lacks the
-    // registers, and its adds take longest anyway.
+    // The additions to global memory fill the way that loads from shared memory take, too: fewer of those a block. The
+    // deterministic kernel lacks the registers, and its additions take longest anyway.
     if (DETERMINISTIC) load_head_values(heads, total, delta);
     u32 w[2][4], ds[2][4];
 #pragma unroll
@@ -219,7 +270,8 @@ DEVICE void finish_scores(const Call& p, float (&s)[32], float (&total)[8], floa
     clock.read(10);
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-        const u32 at = AT_DS + p_stage * 2 * P_TILE + (row + e * 8) * 128, here = at + (((lane & 3) ^ (row & 7)) << 4), other = at + (((4 + (lane & 3)) ^ (row & 7)) << 4);
+        const u32 at = AT_DS + p_stage * 2 * P_TILE + (row + e * 8) * 128;
+        const u32 here = at + (((lane & 3) ^ (row & 7)) << 4), other = at + (((4 + (lane & 3)) ^ (row & 7)) << 4);
         store_async<0>(there + other, ds[e][0], ds[e][1], ds[e][2], ds[e][3], there + p_full);
         store_async<P_TILE>(there + other, w[e][0], w[e][1], w[e][2], w[e][3], there + p_full);
         store_u32x4(shared + here, ds[e]);
@@ -231,7 +283,7 @@ DEVICE void finish_scores(const Call& p, float (&s)[32], float (&total)[8], floa
     clock.read(11);
 }
 
-// The scores of the next block run while this one's are finished; not across items, whose Q and dO take the same place.
+// The scores of the next block run while this one's are finished, if its keys are there; not across items.
 DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars) {
     const int thread = fresh_thread();
     u32 there = remote(shared, cluster_rank() ^ 1);
@@ -240,7 +292,7 @@ DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars) {
     Clock clock(shared, thread == 0);
     for (int item = p.first(); item < p.items; item += p.step) {
         const u32 x = shared + x_stage * X_BYTES, heads = shared + AT_HEADS + x_stage * OWN_HEADS * 8 + (thread & 3) * 8;
-        float own[32], other[32], s[32], total[8], delta[8];
+        float own[32], other[32], s[32], total[8], delta[8];  // s: of the block before
         u32 meta = 0;
         if (Q_STAGES == 1 && thread < 32) load_item(p, shared, bars, item, 0, x_parity ^ 1, thread);
         wait(bars + (BAR_X_FULL + x_stage) * 8, x_parity);
@@ -289,7 +341,7 @@ DEVICE void add_queries(float (&dq)[64], u32 ds, u32 keys, int accumulate) {
     for (int k = 0; k < 4; k++) wgmma_m64n128k16_ss<1, 1>(dq, a + (k * 2048 >> 4), b + (k * 2048 >> 4), k | accumulate);
 }
 
-// dKV = dS^T Q + P^T dO: 16 heads a step.
+// dKV = dS^T Q + P^T dO: 16 heads a step, in the order of dS's columns.
 DEVICE void multiply_keys(float (&dkv)[64], u32 ds, u32 x) {
     const u64 a = operand(ds, 16, 1024), b = operand(x, X_CHUNK, 1024);
 #pragma unroll
@@ -299,6 +351,7 @@ DEVICE void multiply_keys(float (&dkv)[64], u32 ds, u32 x) {
     }
 }
 
+// dQ first: it gives the keys back. "bar.sync 1 and 2": whose turn it is with dKV.
 DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns) {
     const int thread = fresh_thread() & 127;
     const int lane = thread & 31;
@@ -360,24 +413,28 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns) 
         } while (!(meta & LAST));
         if (++x_stage == Q_STAGES) x_stage = 0;
         // Rows 0..31 are this block's heads, 32..63 the other's.
-        const int row = (fresh_thread() & 127) >> 5 << 4 | (lane >> 2), h = p.first_head(item) + ((row >> 5) ^ p.half()) * OWN_HEADS + (row & 31);
-        element* to = p.grad_q + ((i64)p.query(item) * p.heads + h) * HEAD_DIM + p.half() * HALF + columns * 128 + p.head_block() * 64 + (lane & 3) * 8;
-        if (p.parts & 1) store_columns(dq, h < p.heads ? to : nullptr, h + 8 < p.heads ? to + 8 * HEAD_DIM : nullptr, p.head_block() ? -64 : 64, lane);
+        const int row = (fresh_thread() & 127) >> 5 << 4 | (lane >> 2);
+        const int h = p.first_head(item) + ((row >> 5) ^ p.half()) * OWN_HEADS + (row & 31), second = p.head_block() ? -64 : 64;
+        element* to = p.grad_q + ((i64)p.query(item) * p.heads + h) * HEAD_DIM + p.half() * HALF + columns * 128;
+        to += p.head_block() * 64 + (lane & 3) * 8;
+        if (p.parts & 1) store_columns(dq, h < p.heads ? to : nullptr, h + 8 < p.heads ? to + 8 * HEAD_DIM : nullptr, second, lane);
         clock.read(c0 + 4);
     }
 }
 
 // ---- Kernel --------------------------------------------------------------------------------------------
 
+// q_map and grad_out_map: [B][S][H][512], boxes of 32 heads by 64 columns, 128-byte swizzled. Strides in elements; the last is
+// 1. sums: [batch, key_last - key_first, 512]; parts, exponents: see cuda_bwd.py. scale2: log2(e) times scale.
 extern "C" __global__ void __cluster_dims__(2 * HEAD_BLOCKS, 1, 1) __launch_bounds__(THREADS, 1) sparse_attention_bwd_sm90(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap grad_out_map, const element* kv, const int* ids,
-    const float* log2_total, const float* delta, element* grad_q, void* sums, int* exponents, i64 kv_stride_b, i64 kv_stride_k, int batch, int queries,
-    int heads, int keys, int slots, int key_first, int key_last, int parts, float scale, float scale2) {
+    const float* log2_total, const float* delta, element* grad_q, void* sums, int* exponents, i64 kv_stride_b, i64 kv_stride_k,
+    int batch, int queries, int heads, int keys, int slots, int key_first, int key_last, int parts, float scale, float scale2) {
     extern __shared__ __align__(1024) unsigned char dynamic[];
     const u32 shared = (u32)__cvta_generic_to_shared(dynamic), bars = shared + AT_BARS;
     const int warp = __shfl_sync(FULL_WARP, threadIdx.x >> 5, 0), groups = (heads + HEADS * HEAD_BLOCKS - 1) / (HEADS * HEAD_BLOCKS);
-    const Call p = {&q_map, &grad_out_map, kv, ids, log2_total, delta, grad_q, sums, exponents, kv_stride_b, kv_stride_k, queries, heads, keys, slots,
-                    groups, batch * queries * groups, key_first, key_last, parts, scale, scale2, (int)gridDim.x / CLUSTER};
+    const Call p = {&q_map, &grad_out_map, kv, ids, log2_total, delta, grad_q, sums, exponents, kv_stride_b, kv_stride_k,
+                    queries, heads, keys, slots, groups, batch * queries * groups, key_first, key_last, parts, scale, scale2, (int)gridDim.x / CLUSTER};
     if (threadIdx.x == 0) {
         for (int i = 0; i < Q_STAGES; i++) bar_init(bars + (BAR_X_FULL + i) * 8, 1), bar_init(bars + (BAR_X_FREE + i) * 8, 8);
         for (int i = 0; i < STAGES; i++) {
@@ -401,7 +458,7 @@ extern "C" __global__ void __cluster_dims__(2 * HEAD_BLOCKS, 1, 1) __launch_boun
     __syncthreads();
     cluster_sync();  // barriers are initialised before anyone, here or in the other block, uses them
     if (warp < 4) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(SCORE_REGISTERS));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(SCORE_REGISTERS));
         score_warpgroup(p, shared, bars);
     } else if (warp < 12) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(PRODUCT_REGISTERS));

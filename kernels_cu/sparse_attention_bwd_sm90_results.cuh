@@ -66,7 +66,7 @@ DEVICE void scatter_part(const Call& p, float (&o)[64], int batch, u32 ids, int 
     for (int k = 0; k < 4; k++) {
         const int slot = first_slot + (lane >> 4) * 4 + k;
         const Row<SOME> row(p, batch, ids, slot, count, column);
-        const float factor = __uint_as_float(load_u32(ids + AT_FACTORS - AT_IDS + slot * 4));
+        const float factor = row.value(__uint_as_float(load_u32(ids + AT_FACTORS - AT_IDS + slot * 4)));  // else never written
         add_columns<SOME, FIRST, FIRST + 8>(o, row, factor, (k >> 1) * 4 + e + (k & 1));
     }
     if (most >= 0x7f800000u) {  // this lane's own row
