@@ -95,6 +95,41 @@ def test_an_op_without_peers_has_none():
     assert list(bench_peers.of("plan", [{}], print)) == []
 
 
+def test_a_run_that_is_cut_short_leaves_its_rows(monkeypatch, tmp_path):
+    def rows(**_):
+        yield {"case": "op", "size": "S8", "implementation": "us", "ms": 0.02}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_gpu, "missing", lambda: None)
+    monkeypatch.setattr(bench_gpu, "rows", rows)
+    monkeypatch.setattr(machine, "gpu", lambda: None)
+    file = tmp_path / "gpu.json"
+    assert main(["bench", "--record", str(file)]) == 130
+    assert [row["ms"] for row in json.loads(file.read_text())["rows"]] == [0.02]
+
+
+def test_only_some_cases(monkeypatch):
+    cupy = pytest.importorskip("cupy")
+    made = []
+
+    def make(name):
+        def case_of(tiny):
+            made.append((name, tiny))
+            return Case(name, "S8", "op", [{"x": 1}], {"us": lambda x: x}, bytes=1.0)
+
+        return case_of
+
+    monkeypatch.setattr("dsv4cp.commands.bench_ceilings.rows", lambda **_: iter([CEILINGS]))
+    monkeypatch.setattr(bench_gpu_cases, "CASES", (make("Sinkhorn forward"), make("planning")))
+    monkeypatch.setattr("dsv4cp.commands.bench_gpu_layers.cases", lambda: [])
+    monkeypatch.setattr(bench_gpu, "timed", lambda functions, repeats: 1.0)
+    monkeypatch.setattr(bench_gpu, "release", lambda _: None)
+    assert cupy is not None
+    found = list(bench_gpu.rows(peers=False, tiny=False, repeats=1, say=lambda _: None, only="PLAN"))
+    assert [row["case"] for row in found] == ["planning"]
+    assert made == [("Sinkhorn forward", True), ("planning", True), ("planning", False)]
+
+
 def test_the_record_names_machine_and_commit(monkeypatch, tmp_path, capsys):
     gpu = {"name": "NVIDIA H200", "driver": 13000}
     rows = [

@@ -26,6 +26,7 @@ from dsv4cp import _backend, _kernel_cache, _kernel_text, _kernels  # noqa: E402
 from tests.support import compile_alone  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
+PATHS = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
 TEXT = 'extern "C" __global__ void f(float* x) { x[threadIdx.x] = 1.0f; }\n'
 
 
@@ -194,7 +195,7 @@ KERNEL = ("sinkhorn.cu:sinkhorn4_forward", "ELEMENT=Float32")
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen:
-    environment = {**os.environ, "CUPY_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "CUPY_CACHE_DIR": str(folder), "PYTHONPATH": PATHS}
     command = [sys.executable, "-m", "tests.support.compile_alone", *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
@@ -249,7 +250,7 @@ z = dsv4cp.dsv4_sinkhorn_normalize(x, repeat=20, eps=1e-6, backend="reference")
 assert float(abs(y - z).max()) < 1e-5
 print("computed")
 """
-    environment = {**os.environ, "CUPY_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "CUPY_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": PATHS}
     script = tmp_path / "script.py"
     script.write_text(code)
 

@@ -569,14 +569,16 @@ def test_auto_takes_the_kernels_for_what_they_fit():
     )
 
 
-def test_gradient_on_cupy_arrays_is_the_reference():
+def test_gradient_of_auto_and_by_name_with_a_plan():
     q, kv, sinks, ids = random_inputs(h=4, d=64, unseen=1)
     out, lse = dsv4cp.dsv4_sparse_attention(q, kv, sinks, ids, 0.1, return_lse=True)
     plan = dsv4cp.plan_dsv4_sparse_indices(ids, 40)
     grad = cupy.ones_like(out)
-    got = dsv4cp.dsv4_sparse_attention_grad(grad, q, kv, sinks, ids, out, lse, 0.1, plan=plan)
     want = naive.attention_grad(grad, q, kv, sinks, ids.get(), 0.1)
-    for g, w in zip(got, want, strict=True):
-        check_frobenius(g, w, "attention_grad")
-    with pytest.raises(RuntimeError, match="cuda"):
-        dsv4cp.dsv4_sparse_attention_grad(grad, q, kv, sinks, ids, out, lse, 0.1, backend="cuda")
+    for backend in ("auto", "cuda", "reference"):
+        shared = None if backend == "reference" else plan
+        got = dsv4cp.dsv4_sparse_attention_grad(
+            grad, q, kv, sinks, ids, out, lse, 0.1, backend=backend, plan=shared
+        )
+        for g, w in zip(got, want, strict=True):
+            check_frobenius(g, w, "attention_grad")

@@ -131,7 +131,7 @@ def test_nothing_to_do_is_an_empty_grid(launches, shared, axis):
     assert launches[0].grid == 0
 
 
-def test_a_device_without_the_memory_is_told(monkeypatch, shared):
+def test_a_device_without_the_memory_is_told(launches, monkeypatch, shared):
     device = SimpleNamespace(attributes={"MaxSharedMemoryPerBlockOptin": 65536})
     monkeypatch.setattr(cuda.cupy.cuda, "Device", lambda _: device)
     with pytest.raises(RuntimeError, match="99 KB"):

@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cpu", action="store_true", help="the host: NumPy beside a plain torch reference")
     parser.add_argument("--peers", action="store_true", help="on the GPU, time installed peers of each op as well")
     parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
+    parser.add_argument("--only", metavar="WORD", help="on the GPU, cases whose name has this word")
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="timed calls a row (default 7)")
     parser.add_argument("--record", metavar="FILE.json", help="write device, driver, versions, commit and all rows")
     parser.add_argument("--plot", metavar="FILE.png", help="draw times, floors and peers (.png, .svg or .pdf)")
@@ -71,15 +72,21 @@ def run(options: argparse.Namespace) -> int:
         if reason is not None:
             error.print(f"bench: nothing to measure on: {reason}; --cpu measures the host")
             return 2
-        measured = bench_gpu.rows(peers=options.peers, tiny=options.tiny, repeats=options.repeats, say=_say)
-    rows = list(measured)
+        measured = bench_gpu.rows(
+            peers=options.peers, tiny=options.tiny, repeats=options.repeats, say=_say, only=options.only or ""
+        )
+    rows: list[dict[str, Any]] = []
+    about = record(rows) if options.record or options.plot else {}
+    for row in measured:
+        rows.append(row)
+        if options.record:  # after every row: a run that is cut short leaves what it has measured
+            Path(options.record).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     for size in dict.fromkeys(row["size"] for row in rows):
         console.print(f"\n{size}")
         print_table(console, table([row for row in rows if row["size"] == size]))
     if options.record:
-        Path(options.record).write_text(json.dumps(record(rows), indent=2) + "\n", encoding="utf-8")
         console.print(f"wrote {options.record}")
-    if options.plot and (drawn := _draw(options.plot, record(rows), console, error)):
+    if options.plot and (drawn := _draw(options.plot, about, console, error)):
         return drawn
     wrong = [row for row in rows if row.get("error", 0.0) > row.get("error_limit", float("inf"))]
     for row in wrong:

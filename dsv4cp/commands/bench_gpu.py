@@ -58,11 +58,11 @@ def missing() -> str | None:
     return _backend.missing("cuda")
 
 
-def rows(*, peers: bool, tiny: bool, repeats: int, say: Say) -> Iterator[dict[str, Any]]:
+def rows(*, peers: bool, tiny: bool, repeats: int, say: Say, only: str = "") -> Iterator[dict[str, Any]]:
     """Ceilings first, then every case: our rows, and with `peers` one row for each installed peer of its op.
 
     repeats: the least number of samples whose median a row is; short calls get more of them. `say` gets a line
-    before each step and for each peer that is not there.
+    before each step and for each peer that is not there. only: a word in the names of the cases wanted, in any case.
     """
     import cupy
 
@@ -76,6 +76,8 @@ def rows(*, peers: bool, tiny: bool, repeats: int, say: Say) -> Iterator[dict[st
             yield found
     for make in (*bench_gpu_cases.CASES, *bench_gpu_layers.cases()):
         try:
+            if only and only.lower() not in make(True).name.lower():
+                continue
             case = make(tiny)
         except Exception as error:
             name = getattr(make, "func", make).__name__
