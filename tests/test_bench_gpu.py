@@ -125,7 +125,7 @@ def test_only_some_cases(monkeypatch):
     monkeypatch.setattr(bench_gpu, "timed", lambda functions, repeats: 1.0)
     monkeypatch.setattr(bench_gpu, "release", lambda _: None)
     assert cupy is not None
-    found = list(bench_gpu.rows(peers=False, tiny=False, repeats=1, say=lambda _: None, only="PLAN"))
+    found = list(bench_gpu.rows(peers=False, tiny=False, repeats=1, say=lambda _: None, only="top-k,PLAN"))
     assert [row["case"] for row in found] == ["planning"]
     assert made == [("Sinkhorn forward", True), ("planning", True), ("planning", False)]
 

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cpu", action="store_true", help="the host: NumPy beside a plain torch reference")
     parser.add_argument("--peers", action="store_true", help="on the GPU, time installed peers of each op as well")
     parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
-    parser.add_argument("--only", metavar="WORD", help="on the GPU, cases whose name has this word")
+    parser.add_argument("--only", metavar="WORDS", help="on the GPU, cases whose name has one of these words (comma)")
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="timed calls a row (default 7)")
     parser.add_argument("--record", metavar="FILE.json", help="write device, driver, versions, commit and all rows")
     parser.add_argument("--plot", metavar="FILE.png", help="draw times, floors and peers (.png, .svg or .pdf)")

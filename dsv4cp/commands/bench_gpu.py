@@ -62,7 +62,8 @@ def rows(*, peers: bool, tiny: bool, repeats: int, say: Say, only: str = "") -> 
     """Ceilings first, then every case: our rows, and with `peers` one row for each installed peer of its op.
 
     repeats: the least number of samples whose median a row is; short calls get more of them. `say` gets a line
-    before each step and for each peer that is not there. only: a word in the names of the cases wanted, in any case.
+    before each step and for each peer that is not there. only: words, with commas between
+    them, one of which is in the names of the cases wanted.
     """
     import cupy
 
@@ -76,7 +77,7 @@ def rows(*, peers: bool, tiny: bool, repeats: int, say: Say, only: str = "") -> 
             yield found
     for make in (*bench_gpu_cases.CASES, *bench_gpu_layers.cases()):
         try:
-            if only and only.lower() not in make(True).name.lower():
+            if only and not any(word.lower() in make(True).name.lower() for word in only.split(",")):
                 continue
             case = make(tiny)
         except Exception as error:
