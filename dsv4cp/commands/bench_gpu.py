@@ -62,8 +62,8 @@ def rows(*, peers: bool, tiny: bool, repeats: int, say: Say, only: str = "") -> 
     """Ceilings first, then every case: our rows, and with `peers` one row for each installed peer of its op.
 
     repeats: the least number of samples whose median a row is; short calls get more of them. `say` gets a line
-    before each step and for each peer that is not there. only: words, with commas between
-    them, one of which is in the names of the cases wanted.
+    before each step and for each peer that is not there. only: words, with commas between them, one of which is in
+    the names of the cases wanted.
     """
     import cupy
 
@@ -77,7 +77,8 @@ def rows(*, peers: bool, tiny: bool, repeats: int, say: Say, only: str = "") -> 
             yield found
     for make in (*bench_gpu_cases.CASES, *bench_gpu_layers.cases()):
         try:
-            if only and not any(word.lower() in make(True).name.lower() for word in only.split(",")):
+            name = make(True).name.lower() if only else ""
+            if only and not any(word.lower() in name for word in only.split(",")):
                 continue
             case = make(tiny)
         except Exception as error:
