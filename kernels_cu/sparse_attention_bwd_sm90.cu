@@ -44,8 +44,13 @@
 //      block run beside the softmax, one stage of Q and dO and three of keys: integers 4.15 -> 3.06; float32 1.90 0.82:
 //      the change of queries costs 9000 clocks of the score warpgroup, a branch around each addition 8 instructions.
 //   4  no branches around additions (zeros where a slot lacks), factors of the integers found by the index warp:
-//      integers 2.57 1.14; float32 with one stage of Q and dO 1.93 0.80, with two 1.79 0.69.
+//      integers 2.57 1.14; float32 with one stage of Q and dO 1.93 0.80, with two 1.79 0.69. Of 6800 clocks a block, one
+//      stage: scores 1485, softmax 1985 (its shared loads queue behind the additions), sends and waits 1400, next query 1075;
+//      without the additions 1.45 ms. So the score warpgroup is the chain that limits float32 sums.
 //   5  dQ of the next block started before a block's additions: ptxas then serialises the products (C7514); not pursued.
+//   6  L and delta in registers, a softmax does not wait for the next block's keys, two stages of Q and dO for float32 sums:
+//      expected to cut the softmax to 900 clocks; not measured yet. (setmaxnreg.dec to more than the launch's 128 registers
+//      is an illegal instruction: that state never ran.)
 //   H128 S2048, 895 valid ids of 10240 keys: cluster of four 3.53, integers 4.12; clusters of two that add twice 3.23, 5.50.
 //      30 clusters of four run at once (120 of 132 multiprocessors), and trading products takes 2000 clocks a block.
 #include "sparse_attention_bwd_sm90_results.cuh"

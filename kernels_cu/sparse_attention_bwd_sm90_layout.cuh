@@ -28,6 +28,7 @@ static const int GROUPS = 16 / HEAD_BLOCKS;  // of 8 columns, that a product war
 static const int ID_STAGES = 4, GATHER_WARPS = 3, THREADS = 512;
 // 512 together, four times 128 of the launch; the producers alone give some.
 static const int SCORE_REGISTERS = DETERMINISTIC ? 136 : 152, PRODUCT_REGISTERS = DETERMINISTIC ? 168 : 160, PRODUCER_REGISTERS = 40;
+static_assert(SCORE_REGISTERS >= 128 && SCORE_REGISTERS + 2 * PRODUCT_REGISTERS + PRODUCER_REGISTERS == 512, "setmaxnreg's directions");
 static const u32 KEY_CHUNK = SLOTS * 128, KEY_BYTES = 4 * KEY_CHUNK;   // 64 columns of the rows; all
 static const u32 X_CHUNK = 2 * HEADS * 128, X_BYTES = 4 * X_CHUNK;     // the same of the stacked Q and dO
 static const u32 BOX = OWN_HEADS * 128, P_TILE = SLOTS * HEADS * 2, SENT_BYTES = SLOTS * HEADS * 4;
