@@ -26,7 +26,6 @@ from dsv4cp import _backend, _kernel_cache, _kernel_text, _kernels  # noqa: E402
 from tests.support import compile_alone  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
-PATHS = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
 TEXT = 'extern "C" __global__ void f(float* x) { x[threadIdx.x] = 1.0f; }\n'
 
 
@@ -194,11 +193,16 @@ def test_an_interrupt_leaves_nothing_behind(cache, monkeypatch, where):
 KERNEL = ("sinkhorn.cu:sinkhorn4_forward", "ELEMENT=Float32")
 
 
+def environment(folder: Path) -> dict[str, str]:
+    """This process's, with a cache folder of its own and this checkout first."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "CUPY_CACHE_DIR": str(folder), "PYTHONPATH": path}
+
+
 def start(folder: Path, *arguments: str) -> subprocess.Popen:
-    environment = {**os.environ, "CUPY_CACHE_DIR": str(folder), "PYTHONPATH": PATHS}
     command = [sys.executable, "-m", "tests.support.compile_alone", *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+    return subprocess.Popen(command, cwd=ROOT, env=environment(folder), **pipes)
 
 
 def test_two_processes_at_once_and_one_that_was_interrupted(tmp_path):
@@ -250,13 +254,12 @@ z = dsv4cp.dsv4_sinkhorn_normalize(x, repeat=20, eps=1e-6, backend="reference")
 assert float(abs(y - z).max()) < 1e-5
 print("computed")
 """
-    environment = {**os.environ, "CUPY_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": PATHS}
     script = tmp_path / "script.py"
     script.write_text(code)
 
     def run():
         command = [sys.executable, str(script), state]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, env=environment(tmp_path / "cache"), capture_output=True, text=True, timeout=120)
 
     if state == "damaged entries":
         first = run()
