@@ -10,8 +10,8 @@ from . import __version__
 from .commands import bench, demo, doctor
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 0 fine, 1 a check failed, 2 it could not run, 130 Ctrl-C."""
+def make_parser() -> argparse.ArgumentParser:
+    """The options of every command."""
     parser = argparse.ArgumentParser(prog="python -m dsv4cp", description="DeepSeek-V4 layer kernels on this machine.")
     parser.add_argument("--version", action="version", version=f"dsv4cp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | demo | bench")
@@ -21,7 +21,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         of_command = commands.add_parser(name, help=about, description=about)
         command.add_arguments(of_command)
         of_command.set_defaults(run=command.run)
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status: 0 fine, 1 a check failed, 2 it could not run, 130 Ctrl-C."""
+    options = make_parser().parse_args(arguments)
     try:
         return options.run(options)
     except KeyboardInterrupt:

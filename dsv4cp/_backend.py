@@ -22,6 +22,8 @@ def missing(backend: str) -> str | None:
         import cupy
     except ImportError as error:
         return f"CuPy cannot be imported ({error}); install dsv4cp[cuda13] or dsv4cp[cuda12]"
+    except OSError as error:  # it makes the folder of its kernel cache when it is imported
+        return f"CuPy cannot be imported ({error}); set CUPY_CACHE_DIR to a folder that can be written"
     if not cupy.cuda.is_available():
         return "no CUDA GPU is visible"
     if backend == "numba":
@@ -51,9 +53,14 @@ def _warn_of_fallback(reason: str) -> None:
 
 @functools.cache
 def _cudnn_missing() -> str | None:
-    try:
-        import cudnn.deepseek_sparse_attention  # noqa: F401
-    except Exception as error:  # the package imports torch and the CuTe DSL, each with failures of its own
+    from cupy.cuda import Device
+
+    capability = str(Device().compute_capability)
+    if capability[:-1] not in ("9", "10"):
+        return f"cuDNN's DSA kernels need a Hopper or Blackwell GPU (SM90 or SM100), this one is SM{capability}"
+    try:  # the names are looked up when they are asked for: only then are torch and the CuTe DSL imported
+        from cudnn.deepseek_sparse_attention import sparse_attention_backward_wrapper  # noqa: F401
+    except Exception as error:  # each with failures of its own
         return f"cuDNN's DSA kernels cannot be imported ({type(error).__name__}: {error}); install dsv4cp[cudnn]"
     return None
 
@@ -81,8 +88,7 @@ def pick(op: str, backend: str, library: str, *, offered: tuple[str, ...], argum
         return "reference"
     if backend not in offered:
         raise RuntimeError(
-            f"{op}: backend {backend!r} is not there: this version of dsv4cp has "
-            f"{', '.join(map(repr, offered))} for it"
+            f"{op}: backend {backend!r} is not there: this version of dsv4cp has {', '.join(map(repr, offered))} for it"
         )
     reason = missing(backend)
     if reason is not None:
@@ -90,5 +96,3 @@ def pick(op: str, backend: str, library: str, *, offered: tuple[str, ...], argum
     if library != "cupy":
         raise RuntimeError(f"{op}: backend {backend!r} needs CuPy arrays, got {library} arrays")
     return backend
-
-

@@ -15,6 +15,7 @@ queued on that stream is done; nothing there needs record_stream.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -174,6 +175,39 @@ class cupy_on_stream_of:
             self._allocator.__exit__(*exc_info)
         finally:
             self._guard.__exit__()
+
+
+class torch_on_stream_of:
+    """The reverse of `cupy_on_stream_of`: torch's operations inside run on CuPy's current stream of a CuPy array's
+    device. What is made inside and leaves by `to_cupy` keeps torch's memory, which torch reuses on that stream alone.
+
+    RuntimeError on CUDA's per-thread default stream, which torch cannot name.
+    """
+
+    __slots__ = ("_entered", "_x")
+
+    def __init__(self, x: Any) -> None:
+        self._x = x
+
+    def __enter__(self) -> None:
+        import cupy
+
+        index = self._x.data.device_id
+        with contextlib.ExitStack() as entering:
+            entering.enter_context(cupy.cuda.Device(index))
+            ours = cupy.cuda.get_current_stream()
+            if ours.ptr == 2:
+                raise RuntimeError("torch cannot work on CUDA's per-thread default stream: make another one current")
+            if ours.ptr in (0, 1):  # an ExternalStream of these would be a new stream
+                theirs = torch.cuda.default_stream(index)
+            else:
+                theirs = torch.cuda.ExternalStream(ours.ptr, device=index)
+                _recorded[ours.ptr] = ours  # what torch's functions record on it must find it alive
+            entering.enter_context(torch.cuda.stream(theirs))  # of its device, which becomes torch's current one
+            self._entered = entering.pop_all()
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._entered.__exit__(*exc_info)
 
 
 def _allocate(size: int) -> Any:

@@ -11,6 +11,7 @@ a Python int as 64 bits, ignore strides and turn None into a null pointer. This 
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import re
 import threading
@@ -20,14 +21,13 @@ from typing import Any
 
 import numpy as np
 
+from ._kernel_cache import through_cache
 from ._kernel_report import CompileReport, kernel_reports
+from ._kernel_sizes import BLOCK_THREADS, GRID_LIMITS, launch_sizes
 from ._kernel_text import Parameter, expand, parameters
 
 STANDARD = "-std=c++17"
 DEFAULT_SHARED = 48 * 1024  # bytes of dynamic shared memory a kernel may use without opting in
-GRID_LIMITS = (2**31 - 1, 65535, 65535)
-BLOCK_LIMITS = (1024, 1024, 64)
-BLOCK_THREADS = 1024
 
 _lock = threading.RLock()
 _MISSING = object()
@@ -55,7 +55,8 @@ class Kernel:
     arch: str | None  # None: the device's own
     parameters: tuple[Parameter, ...]
     loaded: dict[int, _Loaded] = field(default_factory=dict, repr=False)
-    wanted: tuple[tuple[str, type, Parameter], ...] = ()  # each with its name and the type that needs no further look
+    take: Any = None  # the parameters' values out of a dict of arguments, in order; KeyError where one is missing
+    plain: tuple[type, ...] = ()  # types of values that need no further look
 
 
 def kernel(file: str, function: str, *, defines: Mapping[str, Any] | None = None, arch: str | None = None) -> Kernel:
@@ -70,8 +71,9 @@ def kernel(file: str, function: str, *, defines: Mapping[str, Any] | None = None
 @functools.cache
 def _kernel(file: str, function: str, defines: tuple[tuple[str, str], ...], arch: str | None) -> Kernel:
     declared = parameters(file, function)
-    wanted = tuple((p.name, p.kind or np.uintp, p) for p in declared)
-    return Kernel(file, function, defines, arch, declared, wanted=wanted)
+    names, plain = tuple(p.name for p in declared), tuple(p.kind or np.uintp for p in declared)
+    take = operator.itemgetter(*names) if len(names) > 1 else lambda arguments: tuple(arguments[n] for n in names)
+    return Kernel(file, function, defines, arch, declared, take=take, plain=plain)
 
 
 # --- The launch door -----------------------------------------------------------------------------------
@@ -102,23 +104,18 @@ def launch(
     out of range, each naming it; RuntimeError with the kernel's name where compiling, loading or launching fails,
     naming the package to install where NVRTC or CUDA headers are missing.
     """
-    values = []
-    for name, plain, parameter in kernel.wanted:
-        value = arguments.get(name, _MISSING)
-        if type(value) is not plain:
-            where = _fit(kernel, parameter, value)
-            device = where if device is None else device
-        values.append(value)
-    if len(values) != len(arguments):
-        unknown = ", ".join(sorted(set(arguments) - {p.name for p in kernel.parameters}))
-        raise TypeError(f"{kernel.function}: {unknown}: no such parameter")
-
-    grid = _sizes(kernel, "grid", grid, GRID_LIMITS)
-    block = _sizes(kernel, "block", block, BLOCK_LIMITS)
-    if not 1 <= block[0] * block[1] * block[2] <= BLOCK_THREADS:
-        raise ValueError(f"{kernel.function}: block: expected 1 to {BLOCK_THREADS} threads, got {block}")
-    if 0 in grid:
-        return
+    try:
+        values = kernel.take(arguments)
+    except KeyError:
+        values = ()
+    if tuple(map(type, values)) != kernel.plain or len(values) != len(arguments):
+        values, device = _fitted(kernel, arguments, device)
+    if type(grid) is int and type(block) is int and 0 < grid <= GRID_LIMITS[0] and 0 < block <= BLOCK_THREADS:
+        grid, block = (grid, 1, 1), (block, 1, 1)  # what most launches have: looked at here, a call costs as much again
+    else:
+        grid, block = launch_sizes(kernel.function, grid, block)
+        if 0 in grid:
+            return
     if type(stream) is int:
         stream = _stream(stream)
     runtime = _runtime()
@@ -131,6 +128,19 @@ def launch(
         _queue(kernel, device, grid, block, values, shared_bytes, stream)
     finally:
         runtime.setDevice(current)
+
+
+def _fitted(kernel: Kernel, arguments: dict[str, Any], device: int | None) -> tuple[tuple[Any, ...], int | None]:
+    """The arguments in the parameters' order and the launch's device; TypeError or ValueError for what is unfit."""
+    values = tuple(arguments.get(p.name, _MISSING) for p in kernel.parameters)
+    for value, plain, parameter in zip(values, kernel.plain, kernel.parameters, strict=True):
+        if type(value) is not plain:
+            where = _fit(kernel, parameter, value)
+            device = where if device is None else device
+    if len(values) != len(arguments):
+        unknown = ", ".join(sorted(set(arguments) - {p.name for p in kernel.parameters}))
+        raise TypeError(f"{kernel.function}: {unknown}: no such parameter")
+    return values, device
 
 
 def _fit(kernel: Kernel, want: Parameter, value: Any) -> int | None:
@@ -149,12 +159,14 @@ def _fit(kernel: Kernel, want: Parameter, value: Any) -> int | None:
     return value.data.device_id
 
 
-def _queue(kernel: Kernel, device: int, grid: Any, block: Any, values: list, shared_bytes: int, stream: Any) -> None:
+def _queue(
+    kernel: Kernel, device: int, grid: Any, block: Any, values: tuple[Any, ...], shared_bytes: int, stream: Any
+) -> None:
     loaded = kernel.loaded.get(device) or _load(kernel, device)
     try:
         if shared_bytes > loaded.shared_limit:
             _allow_shared(loaded, shared_bytes)
-        loaded.function(grid, block, tuple(values), shared_mem=shared_bytes, stream=stream)
+        loaded.function(grid, block, values, shared_mem=shared_bytes, stream=stream)
     except RuntimeError as error:  # CUDADriverError, CUDARuntimeError
         asked = f"grid {grid}, block {block}, {shared_bytes} bytes of shared memory"
         raise RuntimeError(f"{kernel.function}: launch failed: {error} ({asked})") from error
@@ -174,25 +186,17 @@ def _load(kernel: Kernel, device: int) -> _Loaded:
             return kernel.loaded[device]
         options = (STANDARD, *_define_options(kernel.defines), *([f"-arch={kernel.arch}"] if kernel.arch else []))
         text = expand(kernel.file)
-        try:
+
+        def compiled() -> _Loaded:
             raw = _raw_module()(code=text, options=options).get_function(kernel.function)
-            loaded = _Loaded(raw.kernel, raw)
+            return _Loaded(raw.kernel, raw)
+
+        try:
+            loaded = through_cache(compiled)
         except Exception as error:  # CuPy raises errors of many kinds here; each becomes one with a name and advice
             raise RuntimeError(f"{kernel.file}: {kernel.function}: {_advice(error)}") from error
         kernel.loaded[device] = loaded
         return loaded
-
-
-def _sizes(kernel: Kernel, name: str, sizes: Any, limits: tuple[int, int, int]) -> tuple[int, int, int]:
-    if type(sizes) is int and 0 <= sizes <= limits[0]:
-        return sizes, 1, 1
-    given = sizes if type(sizes) is tuple else (sizes,)
-    if not 1 <= len(given) <= 3 or not all(type(n) is int for n in given):
-        raise TypeError(f"{kernel.function}: {name}: expected 1 to 3 ints, got {sizes!r}")
-    full = (*given, 1, 1)[:3]
-    if not (0 <= full[0] <= limits[0] and 0 <= full[1] <= limits[1] and 0 <= full[2] <= limits[2]):
-        raise ValueError(f"{kernel.function}: {name}: expected at most {limits}, got {sizes}")
-    return full
 
 
 def _kind(value: Any) -> str:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from ._arrays import dtype_name, library
-from ._backend import missing
 
 
 def choose(
@@ -26,13 +25,14 @@ def choose(
     *,
     allowed: tuple[str, ...],
     kernel_missing: str | None,
+    cudnn_missing: str | None = None,
     require_bf16: bool = False,
 ) -> str:
     """What runs `op` on these tensors: "torch", "tilelang" or "cudnn".
 
     `allowed` lists the names that `op` takes, `kernel_missing` says why its CUDA kernels cannot run on this
-    machine (None: they can). Raises TypeError for anything but torch tensors, ValueError for a name
-    outside `allowed`, RuntimeError saying why when kernels asked for by name cannot run.
+    machine (None: they can), `cudnn_missing` the same of cuDNN's. Raises TypeError for anything but torch tensors,
+    ValueError for a name outside `allowed`, RuntimeError saying why when kernels asked for by name cannot run.
     """
     for tensor in tensors:
         if library(tensor) != "torch":
@@ -41,10 +41,7 @@ def choose(
         raise ValueError(f"backend: expected one of {', '.join(map(repr, allowed))}, got {backend!r}")
     if backend in ("torch", "sparse_torch"):
         return "torch"
-    if backend == "cudnn":
-        reason = missing("cudnn") or _unfit(tensors, require_bf16)
-    else:
-        reason = kernel_missing or _unfit(tensors, require_bf16)
+    reason = (cudnn_missing if backend == "cudnn" else kernel_missing) or _unfit(tensors, require_bf16)
     if backend == "auto":
         return "torch" if reason else "tilelang"
     if reason:

@@ -23,6 +23,7 @@ try:
 except ImportError as error:
     raise ImportError(f"dsv4cp.torch_ops needs torch ({error}); install dsv4cp[torch]") from error
 
+from ._backend import missing as _missing
 from ._plan import SparseIndexPlan
 from .indexer import torch_bridge as _indexer
 from .indexer.torch_bridge import (
@@ -63,8 +64,9 @@ __all__ = [
 ]
 
 
-def is_dsv4_kernel_available(name: Literal["sinkhorn", "sparse_attn", "indexer"]) -> bool:
-    """Whether this machine can run the CUDA kernels ("tilelang") of an op: False without a GPU."""
+def is_dsv4_kernel_available(name: Literal["sinkhorn", "sparse_attn", "indexer", "sparse_attn_cudnn"]) -> bool:
+    """Whether this machine can run the CUDA kernels ("tilelang") of an op, or cuDNN's ("cudnn") of sparse attention:
+    False without a GPU."""
     match name:
         case "sinkhorn":
             return _sinkhorn.kernel_missing() is None
@@ -72,4 +74,7 @@ def is_dsv4_kernel_available(name: Literal["sinkhorn", "sparse_attn", "indexer"]
             return _sparse_attention.kernel_missing() is None
         case "indexer":
             return _indexer.kernel_missing() is None
-    raise ValueError(f"name: expected 'sinkhorn', 'sparse_attn' or 'indexer', got {name!r}")
+        case "sparse_attn_cudnn":
+            return _missing("cudnn") is None
+    known = "'sinkhorn', 'sparse_attn', 'indexer' or 'sparse_attn_cudnn'"
+    raise ValueError(f"name: expected {known}, got {name!r}")

@@ -34,8 +34,6 @@
 // Smaller devices: 163 KB (sm_80) takes KEYS 32, where Q is read twice as often per key; 99 KB (sm_86, 89, 120) takes
 // ROWS 32.
 // ROWS 32 and 16 with WARPS 4 need at most 99 KB: two blocks of a multiprocessor then fill each other's barriers.
-#include "common.cuh"
-
 #ifndef ELEMENT
 #define ELEMENT BFloat16
 #endif
@@ -55,22 +53,14 @@
 #define REFERENCE_ROUNDING 0
 #endif
 
-typedef ELEMENT Element;
+#include "sparse_attention_mma.cuh"
 
-static const int THREADS = WARPS * 32;
-static const int ROW_GROUPS = ROWS / 16, KEY_GROUPS = WARPS / ROW_GROUPS;
-static const int GROUP_KEYS = KEYS / KEY_GROUPS;        // keys a warp scores
 static const int TILES = GROUP_KEYS / 8;                // 16 x 8 score tiles of a warp
 static const int CHAINS = TILES >= 4 ? 1 : 4 / TILES;   // independent partial sums, so that four products are in flight
-static const int COLUMNS = HEAD_DIM / WARPS;            // value columns of a warp
-static const int COPY_ROWS = KEYS / WARPS;              // key rows a warp gathers
-static const int CHUNKS = HEAD_DIM / 8;                 // 16-byte chunks of a row of Q or keys
-static const int P_CHUNKS = KEYS / 8;                   // and of a row of P
-static const u32 ROW_BYTES = HEAD_DIM * 2, P_ROW_BYTES = KEYS * 2, STAGE_BYTES = KEYS * ROW_BYTES;
+static const u32 STAGE_BYTES = KEYS * ROW_BYTES;
 static const u32 AT_KEYS = ROWS * ROW_BYTES, AT_P = AT_KEYS + 2 * STAGE_BYTES, AT_ALPHA = AT_P + ROWS * P_ROW_BYTES;
 static const u32 AT_ROWS = AT_ALPHA + ROWS * 4, AT_IDS = AT_ROWS + KEY_GROUPS * ROWS * 4;
-static_assert(WARPS % ROW_GROUPS == 0 && (TILES == 1 || TILES % 2 == 0) && COLUMNS % 16 == 0, "how warps split the work");
-static_assert(P_CHUNKS <= 8 && COPY_ROWS % (CHUNKS < 32 ? 32 / CHUNKS : 1) == 0, "swizzle of P, copies");
+static_assert(TILES == 1 || TILES % 2 == 0, "how warps split the scores");
 
 #ifdef SHARED_BYTES  // what the launch asks for
 static_assert(AT_IDS + KEYS * 4 == SHARED_BYTES, "shared memory");
@@ -79,67 +69,10 @@ static_assert(AT_IDS + KEYS * 4 == SHARED_BYTES, "shared memory");
 static const float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
-// ---- Instructions --------------------------------------------------------------------------------------
-
-DEVICE void load_matrices(u32 (&r)[4], u32 at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(at)
-                 : "memory");
-}
-
-DEVICE void load_matrices_transposed(u32 (&r)[4], u32 at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(at)
-                 : "memory");
-}
-
-#define MULTIPLY(TYPE)                                                                                           \
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, " \
-        "{%0, %1, %2, %3};"                                                                                      \
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                         \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
-
-// c[16][8] += a[16][16] b[16][8]
-template <typename E> DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1);
-template <> DEVICE void multiply<BFloat16>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { MULTIPLY("bf16"); }
-template <> DEVICE void multiply<Float16>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { MULTIPLY("f16"); }
-
-// 16 bytes to shared memory in the background; zeros, and nothing read, unless `exists`.
-DEVICE void copy16(u32 to, const void* from, bool exists) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
-}
-
-DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 // Barrier of the warps that score the same heads.
 DEVICE void row_group_barrier(int group) {
     if (KEY_GROUPS > 1) asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(KEY_GROUPS * 32) : "memory");
 }
-
-DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-DEVICE void store_u32(u32 to, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory"); }
-DEVICE u32 load_u32(u32 from) {
-    u32 v;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
-    return v;
-}
-DEVICE uint4 load_uint4(u32 from) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(from)
-                 : "memory");
-    return v;
-}
-DEVICE float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-DEVICE void store_float(u32 to, float v) { store_u32(to, __float_as_uint(v)); }
-DEVICE float load_float(u32 from) { return __uint_as_float(load_u32(from)); }
 
 // ---- Softmax arithmetic --------------------------------------------------------------------------------
 // Scores are carried in units of `scale`: log2(e) times natural ones by default, natural ones in reference rounding.
@@ -162,82 +95,7 @@ DEVICE float raised(float m, float top) { return top > m + 8.0f || m == MINUS_IN
 // What is subtracted from scores: the maximum, kept off -inf so that -inf - -inf never happens.
 DEVICE float shift_of(float m) { return m == MINUS_INFINITY ? 0.0f : m; }
 
-// ---- Ids -----------------------------------------------------------------------------------------------
-
-static const int SCANS = 2;  // slots of a lane at a time; 4 hides more latency where most are masked, but spills on sm_120
-
-// One warp's walk along the id row: 32 SCANS slots open in registers, the next ones loading.
-struct Scan {
-    const int* row;
-    u32 slots, next_slot;
-    int id[SCANS], rank[SCANS], next_id[SCANS];  // rank among the open slots' valid ids, -1: masked
-    int count, used;  // valid ids among the open slots, and how many of them blocks have taken
-};
-
-DEVICE void scan_load(Scan& scan, int lane) {
-#pragma unroll
-    for (int u = 0; u < SCANS; ++u) {
-        u32 slot = scan.next_slot + u * 32 + lane;
-        scan.next_id[u] = slot < scan.slots ? __ldg(scan.row + slot) : -1;
-    }
-}
-
-DEVICE void scan_open(Scan& scan, u32 keys, int lane) {
-    scan.count = scan.used = 0;
-#pragma unroll
-    for (int u = 0; u < SCANS; ++u) {
-        scan.id[u] = scan.next_id[u];
-        bool valid = (u32)scan.id[u] < keys;  // -1 and other negative ids are large as unsigned
-        u32 mask = __ballot_sync(FULL_WARP, valid);
-        scan.rank[u] = valid ? scan.count + __popc(mask & ((1u << lane) - 1)) : -1;
-        scan.count += __popc(mask);
-    }
-    scan.next_slot += SCANS * 32;
-    if (scan.next_slot < scan.slots) scan_load(scan, lane);
-}
-
-// The next up to KEYS valid ids; those of the rows that this warp gathers go to `ids`. Returns how many there are.
-DEVICE int next_block(Scan& scan, u32 keys, u32 ids, int warp, int lane) {
-    int have = 0;
-    __syncwarp();  // the warp has read the previous block's ids
-    while (true) {
-        if (scan.used == scan.count) {
-            if (scan.next_slot >= scan.slots) break;
-            scan_open(scan, keys, lane);
-        }
-#pragma unroll
-        for (int u = 0; u < SCANS; ++u) {
-            int at = scan.rank[u] - scan.used + have;
-            if (scan.rank[u] >= scan.used && at / COPY_ROWS == warp) store_u32(ids + at * 4, scan.id[u]);
-        }
-        int taken = min(scan.count - scan.used, KEYS - have);
-        scan.used += taken;
-        have += taken;
-        if (have == KEYS) break;
-    }
-    __syncwarp();  // the ids are there for the whole warp
-    return have;
-}
-
-// Starts copying the warp's rows of a block of keys; rows from `have` on are zeros.
-DEVICE void gather(u32 stage, const u16* kv, i64 stride, u32 ids, int have, int warp, int lane) {
-    const int LANES = CHUNKS < 32 ? CHUNKS : 32, AT_ONCE = 32 / LANES;  // lanes a row, rows that a warp copies at once
-    const int row0 = warp * COPY_ROWS + lane / LANES, chunk = lane % LANES;
-    int id[COPY_ROWS / AT_ONCE];  // read before the first copy starts: the copies then follow each other at once
-#pragma unroll
-    for (int i = 0; i < COPY_ROWS / AT_ONCE; ++i) id[i] = (int)load_u32(ids + (row0 + i * AT_ONCE) * 4);
-#pragma unroll
-    for (int i = 0; i < COPY_ROWS / AT_ONCE; ++i) {
-        const int row = row0 + i * AT_ONCE;
-        const bool exists = row < have;
-        const u16* from = kv + (exists ? id[i] : 0) * stride + chunk * 8;  // 64-bit: may pass 2^31 elements
-        const u32 to = stage + row * ROW_BYTES + ((chunk ^ (row & 7)) << 4);
-#pragma unroll
-        for (int c = 0; c < CHUNKS / LANES; ++c) copy16(to + c * LANES * 16, from + c * LANES * 8, exists);
-    }
-}
-
-// ---- The two products ----------------------------------------------------------------------------------
+// ---- The score product -----------------------------------------------------------------------------------
 
 // s[16][GROUP_KEYS] = Q K^T. q_at, k_at: this lane's ldmatrix row at chunk 0; chunks are swizzled inside 128 bytes.
 DEVICE void score_product(float (&s)[TILES][4], u32 q_at, u32 k_at) {
@@ -278,26 +136,6 @@ DEVICE void score_product(float (&s)[TILES][4], u32 q_at, u32 k_at) {
 #pragma unroll
             for (int c = 1; c < CHAINS; ++c) s[j][e] += part[c][j][e];
         }
-}
-
-// o[ROWS][COLUMNS] += P V. p_at, v_at: this lane's ldmatrix row at chunk 0 of P and at the warp's first chunk of V.
-DEVICE void value_product(float (&o)[ROW_GROUPS][COLUMNS / 8][4], u32 p_at, u32 v_at) {
-#pragma unroll
-    for (int k = 0; k < KEYS / 16; ++k) {
-        u32 a[ROW_GROUPS][4];
-#pragma unroll
-        for (int r = 0; r < ROW_GROUPS; ++r) load_matrices(a[r], (p_at ^ (k << 5)) + r * 16 * P_ROW_BYTES);
-#pragma unroll
-        for (int j = 0; j < COLUMNS / 16; ++j) {
-            u32 b[4];
-            load_matrices_transposed(b, (v_at ^ ((j & 3) << 5)) + (j >> 2) * 128 + k * 16 * ROW_BYTES);
-#pragma unroll
-            for (int r = 0; r < ROW_GROUPS; ++r) {
-                multiply<Element>(o[r][j * 2], a[r], b[0], b[1]);
-                multiply<Element>(o[r][j * 2 + 1], a[r], b[2], b[3]);
-            }
-        }
-    }
 }
 
 // ---- The kernel ----------------------------------------------------------------------------------------
@@ -358,13 +196,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS == 8 ? 1 : 2)
     float m0 = FIRST_MAXIMUM, m1 = FIRST_MAXIMUM, l0 = 0.0f, l1 = 0.0f;  // l: of this lane's keys only
 
     const u16* kv_row = kv + b * kv_stride_b;
-    int have = next_block(scan, keys, shared + AT_IDS, warp, lane);
+    int have = next_block(scan, 0, keys, shared + AT_IDS, warp, lane);
     u32 stage = 0;
     if (have > 0) gather(shared + AT_KEYS, kv_row, kv_stride_k, shared + AT_IDS, have, warp, lane);
 
 #pragma unroll 1
     while (have > 0) {
-        const int have_next = have == KEYS ? next_block(scan, keys, shared + AT_IDS, warp, lane) : 0;
+        const int have_next = have == KEYS ? next_block(scan, 0, keys, shared + AT_IDS, warp, lane) : 0;
         wait_for_copies();
         __syncthreads();  // this block's rows (and Q) are complete; the other stage, P and alpha are read no more
         if (have_next > 0)

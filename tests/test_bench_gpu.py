@@ -128,6 +128,34 @@ def test_every_case_is_a_function_of_tiny():
     assert all(callable(make) for make in bench_gpu_cases.CASES)
 
 
+def test_the_cudnn_rows_call_what_they_say(monkeypatch):
+    """A shared plan, one for each call, none; on a machine without cuDNN's kernels there is no row."""
+    from dsv4cp.commands import bench_cudnn
+
+    made = []
+    monkeypatch.setattr(bench_cudnn, "missing", lambda name: "no such luck")
+    assert bench_cudnn.backward([{"ids": 1}], 8, 0.5, False) == {}
+    monkeypatch.setattr(bench_cudnn, "missing", lambda name: None if name == "cudnn" else "?")
+    plans = iter(("shared", "own", "not made"))
+    fake = type("dsv4cp", (), {
+        "plan_dsv4_sparse_indices": staticmethod(lambda *a, **k: made.append(("plan", a, k)) or next(plans)),
+        "dsv4_sparse_attention_grad": staticmethod(lambda *a, **k: made.append((a, k))),
+    })  # fmt: skip
+    monkeypatch.setattr(bench_cudnn, "dsv4cp", fake)
+    arrays = {n: n for n in ("q", "kv", "sinks", "ids", "grad", "out", "lse")}
+    rows = bench_cudnn.backward([arrays], 8, 0.5, False)
+    plan = ("plan", ("ids", 8, "cudnn"), {"all_rows_nonempty": True})
+    assert made == [plan]
+    for name, ids, used, calls in (
+        ("shared plan", None, "shared", []), ("plan for each layer", None, "own", [plan]), ("no plan", "ids", None, []),
+    ):  # fmt: skip
+        made.clear()
+        rows[f"dsv4cp cudnn, CuPy, {name}"](**arrays)
+        options = {"backend": "cudnn", "plan": used, "all_rows_nonempty": True}
+        assert made == [*calls, (("grad", "q", "kv", "sinks", ids, "out", "lse", 0.5), options)]
+    assert len(rows) == 3
+
+
 def test_columns_show_what_rows_say():
     row = {"case": "a", "implementation": "b", "ms": 0.25, "tflops": 500.0, "floor_ms": 0.125, "share": 0.5}
     shown = bench.table([row])

@@ -120,7 +120,8 @@ def test_views_of_scores():
         assert np.array_equal(view, kept), name
 
 
-HOSTILE = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.5, NAN, INF, -INF, 1e-45, -1e-45, 3e38, -3e38, 70000.0, 1.0000001])
+VALUES = [0.0, -0.0, 1.0, -1.0, 2.5, NAN, INF, -INF, 1e-45, -1e-45, 3e38, -3e38, 70000.0, 1.0000001]
+HOSTILE = st.sampled_from([float(np.float32(value)) for value in VALUES])
 
 
 @settings(max_examples=150, deadline=None)

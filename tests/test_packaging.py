@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SUFFIXES = (".py", ".cu", ".cuh", ".typed")
-NOT_COPIED = (".git", "__pycache__", "*.egg-info", "build", "dist", ".*_cache", ".hypothesis", ".venv")
+NOT_COPIED = (".git", "__pycache__", "_build", "*.egg-info", "build", "dist", ".*_cache", ".hypothesis", ".venv")
 
 
 def in_the_tree(source: Path) -> dict[str, bytes]:
@@ -83,10 +83,12 @@ def test_the_sdist_holds_the_tree_and_the_tests(source):
         members = [m for m in t.getmembers() if m.isfile()]
         got = {m.name.partition("/")[2]: t.extractfile(m).read() for m in members}
     want = {name.replace("dsv4cp/kernels_cu/", "kernels_cu/"): text for name, text in in_the_tree(source).items()}
-    for folder in ("tests", "examples"):
-        for path in (source / folder).rglob("*.py"):
-            want[path.relative_to(source).as_posix()] = path.read_bytes()
-    for name in ("README.md", "LICENSE", "setup.cfg", "pyproject.toml", ".ci/run", "tests/constraints.txt"):
+    for folder in ("tests", "examples", "docs"):
+        for path in (source / folder).rglob("*"):
+            if path.suffix in (".py", ".md", ".sh", ".txt"):
+                want[path.relative_to(source).as_posix()] = path.read_bytes()
+    names = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "setup.cfg", "pyproject.toml", ".ci/run")
+    for name in (*names, "tests/constraints.txt"):
         want[name] = (source / name).read_bytes()
     assert [name for name in want if name not in got] == []
     # setuptools writes setup.cfg anew: without comments, with an [egg_info] section.

@@ -33,7 +33,7 @@ def inputs(device, dtype=torch.bfloat16, *, b=2, s=6, h=5, d=64, k=20, t=17, gra
 
 
 def operator(q, kv, sinks, ids, rounding=False):
-    return torch_bridge_kernels.ATTEND(q, kv, sinks, ids, SCALE, rounding, CAP)
+    return torch_bridge_kernels.ATTEND(q, kv, sinks, ids, SCALE, rounding, False, CAP)
 
 
 def reference(q, kv, sinks, ids):
@@ -97,6 +97,16 @@ def test_only_what_needs_a_gradient_gets_one(device):
         assert not operator(q, kv, sinks, ids)[0].requires_grad
 
 
+def test_on_the_cpu_the_order_is_fixed_either_way():
+    ours = inputs("cpu")
+    grads = []
+    for fixed in (False, True):
+        out, _ = torch_bridge_kernels.ATTEND(*ours, SCALE, False, fixed, CAP)
+        grads.append(torch.autograd.grad(out, ours[:3], torch.ones_like(out)))
+    for atomic, deterministic in zip(*grads, strict=True):
+        check_equal(atomic, deterministic)
+
+
 def test_reference_rounding_is_forward_only(device):
     ours = inputs(device)
     out, _ = operator(*ours, rounding=True)
@@ -111,11 +121,12 @@ def test_opcheck(device, dtype, grad):
     # torch adds gradients with atomics on a GPU: that check compares two runs, whose bits are then unequal.
     repeatable = tuple(u for u in OPCHECKS if device == "cpu" or u != "test_aot_dispatch_dynamic")
     utils = repeatable if grad else OPCHECKS
-    done = torch.library.opcheck(torch.ops.dsv4.sparse_attention.default, (*ours, SCALE, False, CAP), test_utils=utils)
+    arguments = (*ours, SCALE, False, False, CAP)
+    done = torch.library.opcheck(torch.ops.dsv4.sparse_attention.default, arguments, test_utils=utils)
     assert set(done.values()) == {"SUCCESS"}
     plain = [x.detach() for x in ours]
     out, lse = operator(*plain)
-    arguments = (torch.randn_like(out), *plain, out, lse, SCALE, CAP)
+    arguments = (torch.randn_like(out), *plain, out, lse, SCALE, False, CAP)
     utils = repeatable
     done = torch.library.opcheck(torch.ops.dsv4.sparse_attention_grad.default, arguments, test_utils=utils)
     assert set(done.values()) == {"SUCCESS"}
@@ -173,16 +184,18 @@ def test_which_calls_get_the_kernels():
 
 
 @pytest.mark.gpu
-def test_gradients_that_the_kernels_lack_are_refused():
+def test_gradients_that_cannot_be_are_refused():
     ours = inputs("cuda")
-    with pytest.raises(RuntimeError, match="deterministic"):
-        kernels(*ours, backward_impl="deterministic")
-    with torch.no_grad():
-        kernels(*ours, backward_impl="deterministic")
     with pytest.raises(ValueError, match="backward_impl"):
         kernels(*ours, backward_impl="fast")
+    out = kernels(*ours, backward_impl="deterministic", backward_workspace_bytes=1)
     with pytest.raises(ValueError, match="backward_workspace_bytes"):
-        kernels(*ours, backward_workspace_bytes=1).float().sum().backward()
+        out.float().sum().backward()
+    kernels(*ours, backward_workspace_bytes=1).float().sum().backward()  # float32 sums are not under the cap
+    wide = [x.float() for x in ours[:3]] + ours[3:]
+    out, _ = torch_bridge_kernels.ATTEND(*wide, SCALE, False, True, CAP)  # the reference: its sums have no fixed order
+    with pytest.raises(RuntimeError, match="float32"):
+        out.sum().backward()
     spec = contract.check(*ours, SCALE)
     assert spec.library == "torch"
 

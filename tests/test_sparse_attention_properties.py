@@ -76,8 +76,10 @@ def test_batch_rows_are_independent(case, data):
     got = NUMPY.backward(*one, sinks, ids[row : row + 1], SCALE)
     check_equal(got[0][0], grad_q[row])
     check_equal(got[1][0], grad_kv[row])
-    others = [np.where((np.arange(len(x)) == row).reshape(-1, *[1] * (x.ndim - 1)), x, np.nan) for x in (q, kv)]
-    check_equal(NUMPY.forward(*(x.astype(q.dtype) for x in others), sinks, ids, SCALE)[0][row], out[row])
+    others = [np.full_like(x, np.nan) for x in (q, kv)]
+    for other, x in zip(others, (q, kv), strict=True):
+        other[row] = x[row]
+    check_equal(NUMPY.forward(*others, sinks, ids, SCALE)[0][row], out[row])
 
 
 @few

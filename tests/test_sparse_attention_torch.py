@@ -176,16 +176,6 @@ def test_autocast_changes_no_dtype_and_no_number():
     check_equal(leaf.grad, plain.grad)
 
 
-def test_cudnn_is_refused_until_it_is_there(monkeypatch):
-    import dsv4cp._torch_backend as backends
-
-    monkeypatch.setattr(backends, "missing", lambda backend: None)
-    monkeypatch.setattr(backends, "_unfit", lambda tensors, require_bf16: None)
-    x = torch.zeros(1, 1, 1, 4)
-    with pytest.raises(RuntimeError, match="cudnn"):
-        torch_ops.dsv4_sparse_attention(x, x[0], torch.zeros(1), torch.zeros(1, 1, 1, dtype=int), 1.0, backend="cudnn")
-
-
 @pytest.mark.parametrize(
     "plan",
     [

@@ -256,6 +256,7 @@ def test_memory_lives_until_cupys_stream_is_done_with_it():
     import cupy
 
     real = torch.randn(1 << 22, device="cuda")
+    torch.cuda.synchronize()  # side streams do not wait for the default one, which makes real
     side, reader = torch.cuda.Stream(), cupy.cuda.Stream(non_blocking=True)
     for _ in range(10):
         with torch.cuda.stream(side), reader:

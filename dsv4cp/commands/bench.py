@@ -1,4 +1,4 @@
-"""Measure the ops on this machine; --record writes the rows with the machine they were measured on."""
+"""Measure the ops on this machine; --record writes the rows with what they were measured on, --plot draws them."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="timed calls a row (default 7)")
     parser.add_argument("--record", metavar="FILE.json", help="write device, driver, versions, commit and all rows")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw times, floors and peers (.png, .svg or .pdf)")
+    parser.add_argument("--from", dest="recorded", metavar="FILE.json", help="draw this record, measure nothing")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -40,6 +42,19 @@ def run(options: argparse.Namespace) -> int:
     if options.record and Path(options.record).is_dir():
         error.print(f"bench: --record: {options.record} is a folder, expected a file name")
         return 2
+    from . import bench_plot
+
+    try:
+        if options.recorded and not options.plot:
+            raise ValueError("--from draws a record: say where to with --plot FILE.png")
+        if options.plot:
+            bench_plot.check(options.plot)
+        found = bench_plot.read_record(options.recorded) if options.recorded else None
+    except (RuntimeError, ValueError) as problem:
+        error.print(f"bench: --plot: {problem}")
+        return 2
+    if found is not None:
+        return _draw(options.plot, found, console, error)
     if options.cpu and options.peers:
         error.print("bench: --peers: peers are GPU kernels; leave --cpu out")
         return 2
@@ -64,6 +79,8 @@ def run(options: argparse.Namespace) -> int:
     if options.record:
         Path(options.record).write_text(json.dumps(record(rows), indent=2) + "\n", encoding="utf-8")
         console.print(f"wrote {options.record}")
+    if options.plot and (drawn := _draw(options.plot, record(rows), console, error)):
+        return drawn
     wrong = [row for row in rows if row.get("error", 0.0) > row.get("error_limit", float("inf"))]
     for row in wrong:
         error.print(f"{row['case']}: differs by {row['error']:.2g}, at most {row['error_limit']:g}")
@@ -71,6 +88,19 @@ def run(options: argparse.Namespace) -> int:
     for row in failed:
         error.print(f"{row['case']}, {row['size']}, {row['implementation']}: {row['failed']}")
     return 1 if wrong or failed else 0
+
+
+def _draw(path: str, found: dict[str, Any], console: Console, error: Console) -> int:
+    """The picture of a record; 0, or 2 when it cannot be drawn."""
+    from . import bench_plot
+
+    try:
+        bench_plot.draw(path, found)
+    except (OSError, ValueError) as reason:
+        error.print(f"bench: --plot: {path}: {reason}")
+        return 2
+    console.print(f"drew {path}")
+    return 0
 
 
 def _say(text: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import dsv4cp
 
+from . import bench_cudnn
 from .bench_gpu import Case, Function
 from .bench_gpu_cases import RATIO, WINDOW, selection, with_torch
 
@@ -102,6 +103,14 @@ def attention_forward(sets: list[dict[str, Any]], keys: int, scale: float, torch
 
 
 def attention_backward(sets: list[dict[str, Any]], keys: int, scale: float, torch_too: bool) -> dict[str, Function]:
+    return _by_cuda(sets, keys, scale, torch_too) | bench_cudnn.backward(sets, keys, scale, torch_too)
+
+
+def _by_cuda(sets: list[dict[str, Any]], keys: int, scale: float, torch_too: bool) -> dict[str, Function]:
+    from ..sparse_attention.ops import GRAD_OFFERED
+
+    if "cuda" not in GRAD_OFFERED:
+        return {}
     ours: dict[str, Function] = {
         f"dsv4cp, CuPy, {impl}": functools.partial(_gradient, scale=scale, impl=impl)
         for impl in ("atomic", "deterministic")
@@ -234,7 +243,7 @@ def cases() -> list[Callable[[bool], Case]]:
 
     made: list[Callable[[bool], Case]] = []
     if "cuda" in attention_offered:
-        parts = (False, True) if "cuda" in gradient_offered else (False,)
+        parts = (False, True) if "cuda" in gradient_offered or bench_cudnn.there() else (False,)
         made += [functools.partial(attention, **shape, backward=backward) for shape in ATTENTION for backward in parts]
     if "cuda" in indexer_offered:
         of = ("scores", "top-k", "backward") if "cuda" in indexer_gradient_offered else ("scores", "top-k")

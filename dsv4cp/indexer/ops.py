@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from .._backend import pick
-from . import contract, contract_kernels
+from . import contract, contract_grad, contract_kernels
 
 OFFERED = ("reference", "cuda")  # scores and selections
-GRAD_OFFERED = ("reference",)  # the gradients, and dsv4_indexer_topk_scores that they belong to
+GRAD_OFFERED = ("reference", "cuda")  # the gradients, and dsv4_indexer_topk_scores that they belong to
 EXTRACT_OFFERED = ("reference", "numba")  # extract_indexer_topk_scores
 
 
@@ -75,13 +75,19 @@ def dsv4_indexer_scores_grad(
 
     Each gradient has the shape and dtype of its input; sums run in float32 (float64 if any input is float64) and are
     rounded once. A query that sees nothing and an entry that nobody sees get 0. NaN or inf in an entry reaches no
-    query that does not see it, and the other way round; where it is seen, the affected gradients are NaN.
-    Other arguments and errors as in dsv4_indexer_scores.
+    query that does not see it, and the other way round; where it is seen, the affected gradients are not finite.
+    backend: "auto" takes "cuda" for CuPy arrays as dsv4_indexer_topk_scores_grad does, "reference" for all others. The
+    kernels add in a fixed order: the same bits every time; they need 256 MiB at most beyond the gradients, or 4 P E
+    bytes where that is more. Other arguments and errors as in dsv4_indexer_scores.
     """
     spec = contract.check_scores_grad(
         grad_scores, q, pooled_kv, weights, compress_ratio, softmax_scale, query_start, query_total_len
     )
-    match pick("dsv4_indexer_scores_grad", backend, spec.library, offered=GRAD_OFFERED):
+    chosen = pick("dsv4_indexer_scores_grad", backend, spec.library, offered=GRAD_OFFERED)
+    impl: Any
+    match contract_grad.within_kernels(chosen, backend, q, pooled_kv, weights, grad_scores):
+        case "cuda":
+            from . import cuda_grad as impl
         case _:
             from . import reference as impl
     return impl.scores_grad(grad_scores, q, pooled_kv, weights, spec)
@@ -105,13 +111,19 @@ def dsv4_indexer_topk_scores(
 
     q: [B, S, I, E]; pooled_kv: [B, P, E]; weights: [B, S, I]; each bfloat16, float16, float32 or float64.
     topk_indices: [B, S, T] int32 or int64.
+    backend: "auto" takes "cuda" for CuPy arrays q and pooled_kv both in bfloat16 or both in float16, weights in one of
+    these or float32, E 64 or 128, I 1 to 128; "reference" for all others. "cuda" by name takes nothing else.
 
     Returns [B, S, T], float32 (float64 if any input is float64). Only the named rows of pooled_kv are read, in chunks
     of bounded memory (256 MiB at most beyond inputs and result, for any S): NaN or inf in other rows reaches nothing.
     Errors as in dsv4_indexer_scores.
     """
     spec = contract.check_topk_scores(q, pooled_kv, weights, topk_indices, compress_ratio, softmax_scale)
-    match pick("dsv4_indexer_topk_scores", backend, spec.library, offered=GRAD_OFFERED):
+    chosen = pick("dsv4_indexer_topk_scores", backend, spec.library, offered=GRAD_OFFERED)
+    impl: Any
+    match contract_grad.within_kernels(chosen, backend, q, pooled_kv, weights):
+        case "cuda":
+            from . import cuda_grad as impl
         case _:
             from . import reference as impl
     return impl.topk_scores(q, pooled_kv, weights, topk_indices, spec)
@@ -127,6 +139,8 @@ def dsv4_indexer_topk_scores_grad(
     compress_ratio: int,
     softmax_scale: float,
     backend: str = "auto",
+    backward_impl: str = "atomic",
+    backward_workspace_bytes: int = contract_grad.WORKSPACE_BYTES,
 ) -> tuple[Any, Any, Any]:
     """(grad_q, grad_pooled_kv, grad_weights) of dsv4_indexer_topk_scores, given grad_scores g [B, S, T].
 
@@ -135,15 +149,33 @@ def dsv4_indexer_topk_scores_grad(
     selects and queries without a valid slot get 0.
 
     Each gradient has the shape and dtype of its input; grad_pooled_kv is accumulated in float32 (float64 if any input
-    is float64) and rounded once. Memory and errors as in dsv4_indexer_topk_scores.
+    is float64) and rounded once. Memory of the reference and errors as in dsv4_indexer_topk_scores.
+    backend: "auto" takes "cuda" where dsv4_indexer_topk_scores does, grad_scores in bfloat16, float16 or float32.
+    backward_impl: how the kernels sum grad_pooled_kv over queries. "atomic": float32 additions in any order, so that
+        its last bits may differ from run to run. "deterministic": integers scaled by a power of two per entry, whose
+        sum has no order: the same bits every time, on every stream and for every cap. The other two gradients have
+        one order in both. The reference has a fixed order on NumPy and array-API arrays; on CuPy arrays it has none and
+        "deterministic" is a RuntimeError where the kernels do not take the call.
+    backward_workspace_bytes: cap on the working memory of "deterministic", 8 E + 4 bytes an entry; a smaller one means
+        more passes over batch rows or ranges of entries. The float32 sums of "atomic" are not counted.
+        ValueError where not even one entry fits (the message says the minimum).
     """
     spec = contract.check_topk_scores_grad(
         grad_scores, q, pooled_kv, weights, topk_indices, compress_ratio, softmax_scale
     )
-    match pick("dsv4_indexer_topk_scores_grad", backend, spec.library, offered=GRAD_OFFERED):
-        case _:
-            from . import reference as impl
-    return impl.topk_scores_grad(grad_scores, q, pooled_kv, weights, topk_indices, spec)
+    cap = contract_grad.check_backward(backward_impl, backward_workspace_bytes)
+    chosen = pick("dsv4_indexer_topk_scores_grad", backend, spec.library, offered=GRAD_OFFERED)
+    chosen = contract_grad.within_kernels(chosen, backend, q, pooled_kv, weights, grad_scores)
+    contract_grad.check_fixed_order(chosen, spec.library, backward_impl)
+    arrays = (grad_scores, q, pooled_kv, weights, topk_indices)
+    if chosen == "cuda":
+        from . import cuda_grad
+
+        deterministic = backward_impl == "deterministic"
+        return cuda_grad.topk_scores_grad(*arrays, spec, deterministic=deterministic, workspace_bytes=cap)
+    from . import reference
+
+    return reference.topk_scores_grad(*arrays, spec)
 
 
 def extract_indexer_topk_scores(logits: Any, topk_indices: Any, *, backend: str = "auto") -> Any:

@@ -12,7 +12,7 @@ import torch
 from .. import _bridge
 from .._arrays import cast, library
 from .._torch_backend import choose, without_autocast
-from . import contract, contract_kernels, ops, reference, torch_bridge_kernels
+from . import contract, contract_kernels, reference, torch_bridge_kernels, torch_bridge_topk
 
 Dsv4IndexerBackend = Literal["torch", "tilelang", "auto"]
 BACKENDS = ("torch", "tilelang", "auto")
@@ -91,24 +91,26 @@ def dsv4_indexer_topk_scores(
 ) -> torch.Tensor:
     """Scores at the ids of topk_indices [B, S, T] (int32 or int64), -inf where an id is outside [0, P).
 
-    Only the named rows of pooled_kv are read and only they get a gradient; a repeated id adds once per slot.
+    Only the named rows of pooled_kv reach a result and only they get a gradient, which is summed in float32 (float64 if
+    any input is) and rounded once; a repeated id adds once per slot.
+    "tilelang" (the CUDA kernels: bfloat16 or float16, E 64 or 128, I 1 to 128) sums the gradient of pooled_kv over
+    queries with atomic additions, whose last bits may differ from run to run. While
+    torch.use_deterministic_algorithms(True) is set during the backward pass it sums integers scaled by a power of two
+    instead: the same bits every time, at up to twice the time, with 8 E + 4 bytes an entry (within 2 GiB: more take
+    several passes). "auto" as in dsv4_indexer_scores.
     """
     spec = contract.check_topk_scores(q, pooled_kv, weights, topk_indices, compress_ratio, softmax_scale)
-    choose(
+    picked = choose(
         "dsv4_indexer_topk_scores",
         backend,
         (q, pooled_kv),
         allowed=BACKENDS,
-        kernel_missing=_topk_kernel_missing(),
-        require_bf16=True,
+        kernel_missing=kernel_missing() or _unfit(q, pooled_kv, weights),
+        require_bf16=backend != "tilelang",
     )
+    if picked == "tilelang":
+        return torch_bridge_topk.TOPK_SCORES(q, pooled_kv, weights, topk_indices, spec.softmax_scale)
     return _topk_scores_torch(q, pooled_kv, weights, topk_indices, spec)
-
-
-def _topk_kernel_missing() -> str | None:
-    if "cuda" not in ops.GRAD_OFFERED:
-        return "this version of dsv4cp has no CUDA kernels for the scores of given ids"
-    return kernel_missing()
 
 
 def _unfit(q: Any, pooled_kv: Any, weights: Any) -> str | None:
@@ -128,7 +130,7 @@ def _topk_scores_torch(
     row_starts = torch.arange(spec.batch, device=q.device)[:, None, None] * spec.entries
     ids, valid = (x.flatten(0, 1) for x in (torch.where(valid, topk_indices + row_starts, -1), valid))
     q, weights = (cast(xp, x, spec.compute).flatten(0, 1) for x in (q, weights))
-    pooled_kv = pooled_kv.flatten(0, 1)
+    pooled_kv = cast(xp, pooled_kv, spec.compute).flatten(0, 1)  # torch adds the slots' gradients in this dtype
     if pooled_kv.shape[0] == 0:  # a row to point at, so that the result still belongs to the autograd graph
         pooled_kv = torch.cat([pooled_kv, pooled_kv.new_zeros(1, spec.index_dim)])
     rows = reference.select_rows(xp, pooled_kv, ids, valid, spec.compute)

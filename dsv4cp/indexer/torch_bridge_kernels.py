@@ -1,7 +1,7 @@
 """Dense indexer scores on torch tensors as the operators dsv4::indexer_scores and dsv4::indexer_scores_grad.
 
-On CUDA tensors that fit the kernels the forward pass is this package's CUDA; the gradient, and everything on other
-tensors, is the reference run on torch tensors, so that a graph captured with the operators runs anywhere. Scores are
+On CUDA tensors that fit the kernels both directions are this package's CUDA; everything on other tensors is the
+reference run on torch tensors, so that a graph captured with the operators runs anywhere. Scores are
 masked to -inf where an entry is not finished, and the gradient ignores what comes in there.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .. import _bridge
-from . import contract, contract_kernels, reference
+from . import contract, contract_kernels, reference, torch_bridge_topk
 
 
 def _cuda_scores(
@@ -127,6 +127,6 @@ SCORES = _bridge.define_op(
 )
 SCORES_GRAD = _bridge.define_op(
     f"indexer_scores_grad(Tensor grad_scores, {_INPUTS}) -> (Tensor, Tensor, Tensor)",
-    kernels={"CUDA": _reference_grad, "CPU": _reference_grad},
+    kernels={"CUDA": torch_bridge_topk.cuda_dense_grad, "CPU": _reference_grad},
     fake=_fake_grad,
 )

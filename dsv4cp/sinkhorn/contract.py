@@ -12,7 +12,8 @@ FLOAT32_MAX = 3.4028234663852886e38
 LARGEST_REPEAT = 2**31 - 1
 KERNEL_M = 16  # what the GPU kernels take
 KNOWN_CALLS = 1024
-_known: dict[tuple[Any, ...], Spec] = {}
+_known: dict[tuple[Any, ...], Spec] = {}  # of CuPy arrays, by everything that a check looks at
+_kinds: set[type] = set()  # array types in _known
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,10 @@ class Spec:
 
 def check(x: Any, repeat: Any, eps: Any) -> Spec:
     """The Spec of a forward call; TypeError for kinds and dtypes, ValueError for shapes and ranges."""
+    if type(x) in _kinds and type(repeat) is int and type(eps) is float:
+        spec = _known.get((type(x), x.data.device_id, x.dtype, x.shape, repeat, eps))
+        if spec is not None:
+            return spec
     return _spec(_arrays.facts(x=x), x, repeat, eps)
 
 
@@ -65,21 +70,22 @@ def within_kernels(op: str, backend: str, spec: Spec) -> str:
 
 
 def _spec(facts: _arrays.ArrayFacts, x: Any, repeat: Any, eps: Any) -> Spec:
-    """The Spec of x with the two numbers; that of an earlier call where everything is the same."""
+    """The Spec of x with the two numbers; of a CuPy array, that of an earlier call where everything is the same."""
     if x is None:
         raise TypeError("x: expected an array, got NoneType")
     shape = tuple(x.shape)
-    # torch's bridge keeps Specs of its own: torch.compile, which traces through here, allows no module state.
-    if type(repeat) is not int or type(eps) is not float or facts.library not in ("numpy", "cupy"):
+    if facts.library != "cupy" or type(repeat) is not int or type(eps) is not float:
         return _checked(facts, x, shape, repeat, eps)
-    # Checking takes longer than a launch. CuPy's devices have no hash, their ids do.
-    key = (facts.library, getattr(facts.device, "id", facts.device), x.dtype, shape, repeat, eps)
+    # Looking at a CuPy array anew would take longer than a launch. torch's bridge keeps Specs of its own:
+    # torch.compile, which traces through here, allows no module state.
+    key = (type(x), x.data.device_id, x.dtype, shape, repeat, eps)
     spec = _known.get(key)
     if spec is None:
         spec = _checked(facts, x, shape, repeat, eps)
         if len(_known) >= KNOWN_CALLS:
             _known.clear()
         _known[key] = spec
+        _kinds.add(type(x))
     return spec
 
 

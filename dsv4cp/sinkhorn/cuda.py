@@ -78,18 +78,11 @@ def launch_forward(x: int, y: int, spec: Spec, *, stream: Any = None) -> None:
     stream: None for CuPy's current one, an object with `.ptr`, or a cudaStream_t as int. Raises RuntimeError
     where the kernel cannot be compiled or launched.
     """
-    numbers = _numbers(spec.matrices, spec.repeat, spec.eps)
-    if spec.m == 4 and (x | y) % 16 == 0:
-        _kernels.launch(
-            _kernel("sinkhorn4_forward", spec.dtype),
-            grid=-(-spec.matrices // THREADS),
-            block=THREADS,
-            stream=stream,
-            x=np.uintp(x),
-            y=np.uintp(y),
-            **numbers,
-        )
+    if spec.m == 4 and not (x | y) & 15:
+        kernel, grid, numbers = _forward4(spec.dtype, spec.matrices, spec.repeat, spec.eps)
+        _kernels.launch(kernel, grid=grid, block=THREADS, stream=stream, x=np.uintp(x), y=np.uintp(y), **numbers)
         return
+    numbers = _numbers(spec.matrices, spec.repeat, spec.eps)
     width = _width(spec.m)
     _kernels.launch(
         _kernel("sinkhorn_forward", spec.dtype, width),
@@ -137,6 +130,12 @@ def launch_backward(grad_y: int, x: int, grad_x: int, spec: Spec, *, stream: Any
         window=np.int32(window),
         **numbers,
     )
+
+
+@functools.lru_cache(maxsize=1024)  # one look-up for the shape that models call thousands of times
+def _forward4(dtype: str, matrices: int, repeat: int, eps: float) -> tuple[_kernels.Kernel, int, dict[str, Any]]:
+    """Kernel, grid and numbers of a forward call on 4 x 4 matrices."""
+    return _kernel("sinkhorn4_forward", dtype), -(-matrices // THREADS), _numbers(matrices, repeat, eps)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -52,7 +52,7 @@ def check(
     for name, x in (("q", q), ("kv", kv), ("sinks", sinks)):
         require_dtype(name, x, FLOATS)
     if topk_idxs is None:
-        slots = require_shape("plan.indices", indices, "B S T", B=batch, S=queries)[2]
+        slots = _plan_slots(plan, indices, batch, queries)
     else:
         slots = require_shape("topk_idxs", topk_idxs, "B S T", B=batch, S=queries)[2]
         require_dtype("topk_idxs", topk_idxs, ID_DTYPES)
@@ -136,23 +136,24 @@ def _unfit_dim(q: Any) -> str | None:
     return None
 
 
-def check_differentiable(reference_rounding: bool, backward_impl: str = "atomic") -> None:
-    """What the gradient of the CUDA kernels' forward pass cannot be asked for."""
+def check_differentiable(reference_rounding: bool) -> None:
+    """The arithmetic of inference has no gradient."""
     if reference_rounding:
         raise ValueError("reference_rounding: it is forward only, got a call for its gradient")
-    if backward_impl != "atomic":
-        raise RuntimeError(
-            f"backward_impl: {backward_impl!r} needs gradient kernels, which this version does not have: it runs the "
-            "reference there, whose sums on a GPU have no fixed order"
-        )
 
 
 def check_fixed_order(chosen: str, library: str, backward_impl: str) -> None:
     """On CuPy arrays the reference sums over keys with atomics: what has no fixed order must not claim one."""
     if chosen == "reference" and library == "cupy" and backward_impl == "deterministic":
         raise RuntimeError(
-            "backward_impl: 'deterministic' on CuPy arrays needs gradient kernels, which this version does not have"
+            "backward_impl: 'deterministic' on CuPy arrays needs the CUDA kernels, got a call that runs the reference"
         )
+
+
+def check_kernel_gradient(deterministic: bool, needs: str) -> None:
+    """What torch's own differentiation or sums on the GPU stand in for has no fixed order."""
+    if deterministic:
+        raise RuntimeError(f"backward_impl: 'deterministic' needs the kernels' gradient, which does not do {needs}")
 
 
 def check_rounding(reference_rounding: bool, backend: str) -> None:
@@ -171,6 +172,14 @@ def plan_ids(plan: Any, topk_idxs: Any, names: tuple[str, ...], spec: Spec) -> A
     """The ids [B, S, T] to attend to: the plan's where there is one. `names` are the plan backends that fit."""
     if plan is None:
         return topk_idxs
+    _require_plan(plan, names, spec)
+    ids = _plan_field(plan, "indices")
+    require_shape("plan.indices", ids, "B S T", B=spec.batch, S=spec.queries, T=spec.slots)
+    require_dtype("plan.indices", ids, ID_DTYPES)
+    return ids
+
+
+def _require_plan(plan: Any, names: tuple[str, ...], spec: Spec) -> None:
     backend, kv_sequence = _plan_field(plan, "backend"), _plan_field(plan, "kv_sequence")
     if not isinstance(backend, str):
         raise TypeError(f"plan: expected a SparseIndexPlan, got one whose backend is a {type(backend).__name__}")
@@ -178,10 +187,14 @@ def plan_ids(plan: Any, topk_idxs: Any, names: tuple[str, ...], spec: Spec) -> A
         raise ValueError(f"plan: expected a plan for backend {' or '.join(map(repr, names))}, got one for {backend!r}")
     if whole_number("plan.kv_sequence", kv_sequence) != spec.keys:
         raise ValueError(f"plan: expected kv_sequence {spec.keys} like kv, got {kv_sequence}")
-    ids = _plan_field(plan, "indices")
-    require_shape("plan.indices", ids, "B S T", B=spec.batch, S=spec.queries, T=spec.slots)
-    require_dtype("plan.indices", ids, ID_DTYPES)
-    return ids
+
+
+def _plan_slots(plan: Any, indices: Any, batch: int, queries: int) -> int:
+    """Slots of a plan that stands alone; whether its backend fits is another question."""
+    backend = _plan_field(plan, "backend")
+    if isinstance(backend, str) and backend == "cudnn":
+        return require_shape("plan.indices", indices, "rows one T", rows=batch * queries, one=1)[2]
+    return require_shape("plan.indices", indices, "B S T", B=batch, S=queries)[2]
 
 
 def _plan_indices(plan: Any) -> Any:

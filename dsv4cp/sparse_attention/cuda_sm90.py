@@ -61,10 +61,11 @@ def launch(arguments: dict[str, Any], spec: Spec, dtype: str, device: int, strea
 
 
 @functools.lru_cache(maxsize=256)
-def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Any:
+def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], dtype: str, heads: int = HEADS) -> Any:
     """What the tensor copy engine needs to know of q: rows of 512 columns along `sizes` axes, strides in elements.
 
-    A NumPy structured scalar of 128 opaque bytes, or None where the driver refuses.
+    `heads`: of a box, which is 64 columns wide. A NumPy structured scalar of 128 opaque bytes, or None where the driver
+    refuses.
     """
     rank = 1 + len(sizes)
     # An axis of one element may carry any stride; the driver wants one that it could use.
@@ -74,7 +75,7 @@ def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], d
     status = _encoder()(
         ctypes.c_void_p(at), DATA_TYPES[dtype], rank, ctypes.c_void_p(address),
         (ctypes.c_uint64 * rank)(DIM, *sizes), (ctypes.c_uint64 * (rank - 1))(*steps),
-        (ctypes.c_uint32 * rank)(64, HEADS, *[1] * (rank - 2)), (ctypes.c_uint32 * rank)(*[1] * rank),
+        (ctypes.c_uint32 * rank)(64, heads, *[1] * (rank - 2)), (ctypes.c_uint32 * rank)(*[1] * rank),
         0, SWIZZLE_128B, L2_PROMOTION_128B, 0,
     )  # fmt: skip
     if status != 0:

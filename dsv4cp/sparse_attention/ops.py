@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from .._backend import pick
-from . import contract
+from . import contract, contract_cudnn
 
-OFFERED = ("reference", "cuda")
-GRAD_OFFERED = ("reference",)
+OFFERED = ("reference", "cuda", "cudnn")
+GRAD_OFFERED = ("reference", "cuda", "cudnn")
 DENSE_OFFERED = ("reference",)
 PLANS = {"reference": ("reference",), "cuda": ("cuda",), "cudnn": ("cudnn",)}  # plan names each backend takes
 
@@ -43,11 +43,13 @@ def dsv4_sparse_attention(
             counts once per slot. May be None when a plan is given; the plan's ids are used then.
         sm_scale: finite real number on the host, within float32 unless q or kv is float64.
         backend: "auto" takes "cuda" for CuPy arrays q and kv both in bfloat16 or both in float16 with D 64, 128, 256
-            or 512, "reference" for all others. "cuda" by name takes nothing else.
+            or 512, "reference" for all others. "cuda" by name takes nothing else. "cudnn", NVIDIA's DSA kernels
+            (package nvidia-cudnn-frontend, Hopper or Blackwell), is never taken but by name: bfloat16 or float16
+            with D 512; on Hopper, where cuDNN has the gradient alone, it runs the kernels of "cuda" here.
         reference_rounding: the arithmetic of DeepSeek's inference code, in which the running maximum starts
             at -1e30: keys that score lower weigh nothing. Forward only; its lse is not one for the gradient.
         all_rows_nonempty: the caller's promise that every query has a valid slot. The reference looks at
-            every slot anyway and has nothing to skip.
+            every slot anyway and has nothing to skip; "cudnn" without a plan need not wait for the GPU then.
         plan: a SparseIndexPlan of plan_dsv4_sparse_indices for this backend and K.
         return_lse: return (out, lse) instead of out.
 
@@ -67,13 +69,20 @@ def dsv4_sparse_attention(
         ValueError: shapes that do not fit, another device, an unknown backend, a scale that is not finite,
             a plan for another backend or another K. Plans for the kernels also fit an "auto" that runs the
             reference on CuPy arrays.
-        RuntimeError: a backend that cannot run here.
+        RuntimeError: a backend that cannot run here, arrays that "cudnn" does not take.
 
     Source: attention of DeepSeek-V4 (shared key-value rows, sinks, selected ids); written from the definition.
     """
     flags = {"reference_rounding": reference_rounding, "all_rows_nonempty": all_rows_nonempty, "return_lse": return_lse}
     spec = contract.check(q, kv, sinks, topk_idxs, sm_scale, plan=plan, **flags)
     chosen = pick("dsv4_sparse_attention", backend, spec.library, offered=OFFERED)
+    if chosen == "cudnn":
+        from . import cudnn
+
+        contract_cudnn.require(q, kv, spec, cudnn.major(q), reference_rounding=bool(reference_rounding))
+        laid = contract_cudnn.ids(plan, topk_idxs, spec)
+        out, lse = cudnn.forward(q, kv, sinks, laid, spec, bool(all_rows_nonempty))
+        return (out, lse) if return_lse else out
     chosen = contract.within_kernels(chosen, backend, q, kv)
     ids = contract.plan_ids(plan, topk_idxs, _plans(chosen, backend, spec.library), spec)
     impl: Any
@@ -115,26 +124,37 @@ def dsv4_sparse_attention_grad(
         grad_out: [B, S, H, D], any float dtype and any strides.
         q, kv, sinks, topk_idxs, sm_scale, plan, all_rows_nonempty: as in the forward call.
         out, lse: what the forward call returned with return_lse=True.
-        backend: "auto" or "reference", which is what "auto" takes for every array: the CUDA kernels have no
-            gradient yet, and "cuda" by name is a RuntimeError.
-        backward_impl: "atomic" or "deterministic". On NumPy and array-API arrays the reference adds in a fixed order
-            either way, with the same code; on CuPy arrays it adds with atomics, so that bits may differ from run to
-            run, and "deterministic" is a RuntimeError until there are gradient kernels.
+        backend: as in the forward call, by q and kv. "cuda" and "cudnn" round grad_out and out to
+            q's dtype; those may come from any backend's forward call.
+        backward_impl: what may change the bits of grad_kv from run to run. "cuda", "atomic": float32 sums, added to in
+            any order. "cuda", "deterministic": sums of integers, scaled by a power of two for each key that is found
+            from bounds before the first term; their bits depend on no order, stream, split into batch rows or cap.
+            grad_q and grad_sinks have a fixed order in both. The reference on NumPy and array-API arrays adds in a
+            fixed order either way; on CuPy arrays it adds with atomics, and "deterministic" is a RuntimeError. "cudnn"
+            has "atomic" alone on Hopper (else a RuntimeError); its "deterministic" on Blackwell repeats for the same
+            shapes.
         backward_workspace_bytes: cap on working memory beyond outputs and the float32 sum of grad_kv. A
             smaller cap means more passes and the same bits; the reference works within 16 MiB on the CPU
-            unless one query alone needs more.
+            unless one query alone needs more. "cuda", "deterministic": cap on its sums, 8 bytes for each element of
+            grad_kv of a pass, which covers some batch rows, or some key rows (64 at least) of one. Beside it "cuda"
+            takes 8 bytes for each query and head, and "deterministic" 8 for each query and 20 for each key. "cudnn"
+            takes the same 8 bytes on Hopper, and copies what cuDNN cannot read as it is: strided arrays, queries with
+            a key where others have none, H that is no multiple of 4.
 
     Returns:
-        grad_q, grad_kv and grad_sinks in the dtypes of q, kv and sinks. grad_kv is summed in float32
-        (float64 when q or kv is float64) in the order of queries and slots, and rounded once.
+        grad_q, grad_kv and grad_sinks in the dtypes of q, kv and sinks. The reference sums grad_kv in float32
+        (float64 when q or kv is float64) in the order of queries and slots, and rounds it once. "cuda" rounds p and ds
+        to q's dtype as operands of products, sums everything in float32 (or finer) and rounds once.
 
     A query without a valid slot contributes nothing, whatever grad_out holds there. Sink +inf: every
     gradient of that head is 0; sink -inf: the gradient of the sink is 0. A key row that nobody selects has
-    gradient exactly 0; a NaN reaches only the rows that the query holding it selected.
+    gradient exactly 0; a NaN reaches only the rows that the query holding it selected. Under "deterministic" a query
+    that holds or selects a NaN or an infinity makes the rows that it selected NaN throughout.
 
     Raises:
         TypeError, ValueError, RuntimeError: as the forward call. ValueError also for an unknown
-            backward_impl and for a cap that one query does not fit in (the message says the minimum).
+            backward_impl and for a cap that one step does not fit in (the message says the minimum): one query
+            of the reference, 64 key rows of "cuda", "deterministic".
 
     Source: derivative of the definition in dsv4_sparse_attention.
     """
@@ -144,12 +164,38 @@ def dsv4_sparse_attention_grad(
         plan=plan, all_rows_nonempty=all_rows_nonempty,
     )  # fmt: skip
     chosen = pick("dsv4_sparse_attention_grad", backend, spec.library, offered=GRAD_OFFERED)
+    if chosen == "cudnn":
+        from . import cudnn
+
+        contract_cudnn.require(q, kv, spec, cudnn.major(q))
+        return cudnn.backward(
+            grad_out, q, kv, sinks, contract_cudnn.ids(plan, topk_idxs, spec), out, lse, spec,
+            all_rows_nonempty=bool(all_rows_nonempty), deterministic=backward_impl == "deterministic",
+            workspace_bytes=int(backward_workspace_bytes),
+        )  # fmt: skip
+    chosen = contract.within_kernels(chosen, backend, q, kv)
+    if chosen == "cudnn":
+        from . import cudnn
+
+        contract_cudnn.require(q, kv, spec, cudnn.major(q))
+        return cudnn.backward(
+            grad_out, q, kv, sinks, contract_cudnn.ids(plan, topk_idxs, spec), out, lse, spec,
+            all_rows_nonempty=bool(all_rows_nonempty), deterministic=backward_impl == "deterministic",
+            workspace_bytes=int(backward_workspace_bytes),
+        )  # fmt: skip
     contract.check_fixed_order(chosen, spec.library, backward_impl)
     ids = contract.plan_ids(plan, topk_idxs, _plans(chosen, backend, spec.library), spec)
+    cap = int(backward_workspace_bytes)
     match chosen:
+        case "cuda":
+            from . import cuda_bwd
+
+            fixed = backward_impl == "deterministic"
+            return cuda_bwd.backward(grad_out, q, kv, sinks, ids, out, lse, spec, cap, fixed)
         case _:
-            from . import reference as impl
-    return impl.backward(grad_out, q, kv, sinks, ids, out, lse, spec, int(backward_workspace_bytes))
+            from . import reference
+
+            return reference.backward(grad_out, q, kv, sinks, ids, out, lse, spec, cap)
 
 
 def dense_attention_topk(q: Any, kv: Any, sinks: Any, topk_idxs: Any, sm_scale: float) -> Any:

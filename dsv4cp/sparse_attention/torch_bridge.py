@@ -13,7 +13,15 @@ from torch.utils.checkpoint import checkpoint
 from .. import _bridge
 from .._arrays import compute_dtype, library
 from .._torch_backend import choose, with_row_major_gradient, without_autocast
-from . import contract, ops, reference, torch_bridge_kernels
+from . import (
+    contract,
+    contract_cudnn,
+    ops,
+    reference,
+    torch_bridge_cudnn,
+    torch_bridge_cudnn_ops,
+    torch_bridge_kernels,
+)
 from .contract import Spec
 from .reference_chunks import Scratch, query_chunks
 
@@ -36,8 +44,9 @@ def sparse_attention_torch(
 
     q [B, S, H, D], kv [B, K, D], sinks [H], topk_idxs [B, S, T] -> [B, S, H, D] in q's dtype; float32 inside
     (float64 when q or kv is float64), p is not rounded. Masked slots, empty rows, sinks and NaN as in
-    dsv4cp.dsv4_sparse_attention. Differentiable any number of times; long inputs are recomputed in chunks
-    during the backward pass, so that memory beyond inputs, outputs and gradients stays bounded.
+    dsv4cp.dsv4_sparse_attention. Differentiable any number of times; gradients of kv and sinks are summed in float32
+    and rounded once. Long inputs are recomputed in chunks during the backward pass, so that memory beyond inputs,
+    outputs, gradients and a float32 kv with its gradient stays bounded.
     """
     spec = contract.check(q, kv, sinks, topk_idxs, sm_scale, plans=False)
     _only_torch("sparse_attention_torch", q, kv)
@@ -51,6 +60,7 @@ def dense_attention_topk_torch(
     spec = contract.check(q, kv, sinks, topk_idxs, sm_scale, plans=False)
     _only_torch("dense_attention_topk_torch", q, kv)
     dtype = compute_dtype(spec.xp, q, kv)
+    kv, sinks = _summed_in(dtype, kv, sinks)
 
     def part(q: Any, kv: Any, sinks: Any, ids: Any) -> tuple[Any]:
         return (reference.dense_chunk(spec.xp, q, kv, sinks, ids, spec, dtype).to(dtype=q.dtype),)
@@ -76,17 +86,19 @@ def dsv4_sparse_attention(
     """dsv4cp.dsv4_sparse_attention for torch tensors, with the gradient through torch autograd.
 
     backend: "torch" and "sparse_torch" are sparse_attention_torch, "tilelang" this package's CUDA kernels (bfloat16
-    or float16, D 64, 128, 256 or 512), "cudnn" NVIDIA's (not in this version: a RuntimeError), "auto" the CUDA
-    kernels for CUDA bfloat16 tensors where they can run, else "torch". The gradient of the CUDA kernels runs the
-    reference's equations on the tensors.
-    backward_impl and backward_workspace_bytes speak to the kernels' gradient; "torch" checks and ignores
-    them. reference_rounding needs the kernels and no gradient. topk_idxs may be None when a plan made for
+    or float16, D 64, 128, 256 or 512), "cudnn" NVIDIA's (bfloat16 or float16, D 512, Hopper or Blackwell; on Hopper
+    the forward pass is that of "tilelang"), "auto" the CUDA kernels for CUDA bfloat16 tensors where they can run,
+    else "torch". The gradients of "tilelang" and "cudnn" run kernels too, those of dsv4cp.dsv4_sparse_attention_grad,
+    where backward_impl and backward_workspace_bytes are described; "torch" checks and ignores them. Asked for a graph
+    of the gradient (create_graph) or for the gradient of lse, both let torch differentiate the reference.
+    reference_rounding needs the kernels of "tilelang" and no gradient. topk_idxs may be None when a plan made for
     this backend is given; an "auto" that runs the reference on CUDA tensors takes a plan for the kernels too.
 
     Returns out [B, S, H, D] in q's dtype, or (out, lse) with return_lse; lse is differentiable too.
     Raises TypeError and ValueError as the array function, ValueError for reference_rounding where the
-    reference runs and when its gradient is asked for, RuntimeError for a backend that cannot run, and for
-    "tilelang" with a gradient wanted and backward_impl "deterministic".
+    reference runs and when its gradient is asked for, RuntimeError for a backend that cannot run; in the backward
+    pass of "tilelang" with backward_impl "deterministic" ValueError for a cap below one step, RuntimeError where torch
+    would differentiate the reference. On Hopper "cudnn" with a gradient wanted has no "deterministic": a RuntimeError.
     """
     flags = {"reference_rounding": reference_rounding, "all_rows_nonempty": all_rows_nonempty, "return_lse": return_lse}
     spec = contract.check(q, kv, sinks, topk_idxs, sm_scale, plan=plan, **flags)
@@ -96,16 +108,24 @@ def dsv4_sparse_attention(
         (q, kv),
         allowed=BACKENDS,
         kernel_missing=kernel_missing() or _unfit(q, kv),
-        require_bf16=backend != "tilelang",
+        cudnn_missing=torch_bridge_cudnn.missing(q, kv, spec) if backend == "cudnn" else None,
+        require_bf16=backend == "auto",
     )
-    if picked == "cudnn":
-        raise RuntimeError("dsv4_sparse_attention: backend 'cudnn' is not there in this version of dsv4cp")
     cap = contract.check_backward(backward_impl, backward_workspace_bytes)
+    if picked == "cudnn":
+        generation = torch_bridge_cudnn.major(q.get_device())
+        contract_cudnn.require(q, kv, spec, generation, reference_rounding=bool(reference_rounding))
+        if torch.is_grad_enabled() and (q.requires_grad or kv.requires_grad or sinks.requires_grad):
+            contract_cudnn.require_order(backward_impl, generation)
+        laid, fixed = contract_cudnn.ids(plan, topk_idxs, spec), backward_impl == "deterministic"
+        out, lse = torch_bridge_cudnn_ops.ATTEND(
+            q, kv, sinks, *laid, spec.scale, bool(all_rows_nonempty), fixed, cap
+        )  # fmt: skip
+        return (out, lse) if return_lse else out
     ids = contract.plan_ids(plan, topk_idxs, _plans(picked, backend, q), spec)
     if picked == "tilelang":
-        if torch.is_grad_enabled() and (q.requires_grad or kv.requires_grad or sinks.requires_grad):
-            contract.check_differentiable(False, backward_impl)
-        out, lse = torch_bridge_kernels.ATTEND(q, kv, sinks, ids, spec.scale, bool(reference_rounding), cap)
+        fixed = backward_impl == "deterministic"
+        out, lse = torch_bridge_kernels.ATTEND(q, kv, sinks, ids, spec.scale, bool(reference_rounding), fixed, cap)
     else:
         contract.check_rounding(reference_rounding, backend)
         out, lse = _attend(q, kv, sinks, ids, spec)
@@ -130,8 +150,14 @@ def _only_torch(op: str, *tensors: Any) -> None:
     choose(op, "torch", tensors, allowed=BACKENDS, kernel_missing=None)
 
 
+def _summed_in(dtype: torch.dtype, *shared: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What several slots, queries or chunks use, in a dtype: torch adds their gradients in the dtype that they have."""
+    return tuple(x.to(dtype) for x in shared)
+
+
 def _attend(q: Any, kv: Any, sinks: Any, ids: Any, spec: Spec) -> tuple[Any, Any]:
     dtype = compute_dtype(spec.xp, q, kv)
+    kv, sinks = _summed_in(dtype, kv, sinks)
     scratch = Scratch(spec, dtype)
 
     def part(q: Any, kv: Any, sinks: Any, ids: Any) -> tuple[Any, Any]:

@@ -1,7 +1,7 @@
 """Sparse attention on torch tensors as the operators dsv4::sparse_attention and dsv4::sparse_attention_grad.
 
-On CUDA tensors that fit the kernels the forward pass is this package's CUDA; the gradient, and everything on other
-tensors, is the reference run on torch tensors, so that a graph captured with the operators runs anywhere.
+On CUDA tensors that fit the kernels both are this package's CUDA; on other tensors the reference is run on torch
+tensors, so that a graph captured with the operators runs anywhere.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .. import _bridge
+from .._arrays import dtype_name
 from . import contract, reference
 
 
@@ -25,7 +26,7 @@ def readable(x: torch.Tensor, aligned: Callable[..., bool]) -> torch.Tensor:
 
 def _cuda_forward(
     q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor, topk_idxs: torch.Tensor, sm_scale: float,
-    reference_rounding: bool, workspace_bytes: int,
+    reference_rounding: bool, deterministic: bool, workspace_bytes: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     spec = contract.check(q, kv, sinks, topk_idxs, sm_scale)
     if contract.kernels_unfit(q, kv) is not None:
@@ -37,12 +38,10 @@ def _cuda_forward(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with _bridge.on_stream_of(q) as stream:
-        if ids.dtype == torch.int64:
-            wide, ids = ids, torch.empty(ids.shape, dtype=torch.int32, device=q.device)
-            cuda.launch_narrow_ids(wide.data_ptr(), ids.data_ptr(), wide.numel(), spec.keys, stream=stream)
+        ids = _narrow(ids, spec.keys, stream)
         cuda.launch_forward(
             q.data_ptr(), kv.data_ptr(), sinks.data_ptr(), ids.data_ptr(), out.data_ptr(), lse.data_ptr(), spec,
-            dtype=str(q.dtype).removeprefix("torch."), q_strides=q.stride(), kv_strides=kv.stride(),
+            dtype=dtype_name(q), q_strides=q.stride(), kv_strides=kv.stride(),
             reference_rounding=reference_rounding, stream=stream,
         )  # fmt: skip
     return out, lse
@@ -50,27 +49,73 @@ def _cuda_forward(
 
 def _reference_forward(
     q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor, topk_idxs: torch.Tensor, sm_scale: float,
-    reference_rounding: bool, workspace_bytes: int,
+    reference_rounding: bool, deterministic: bool, workspace_bytes: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     spec = contract.check(q, kv, sinks, topk_idxs, sm_scale)
     return reference.forward(q, kv, sinks, topk_idxs, spec, reference_rounding)
 
 
+def _cuda_backward(
+    grad_out: torch.Tensor, q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor, topk_idxs: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor, sm_scale: float, deterministic: bool,
+    workspace_bytes: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    if contract.kernels_unfit(q, kv) is not None:
+        arguments = grad_out, q, kv, sinks, topk_idxs, out, lse, sm_scale, deterministic, workspace_bytes
+        return _reference_backward(*arguments)
+    spec = contract.check_grad(
+        grad_out, q, kv, sinks, topk_idxs, out, lse, sm_scale,
+        backward_impl="deterministic" if deterministic else "atomic", backward_workspace_bytes=workspace_bytes,
+    )  # fmt: skip
+    from . import cuda, cuda_bwd
+
+    plan = cuda_bwd.layout(spec, deterministic, workspace_bytes)
+    grad_out, q, kv, out = (readable(x.to(q.dtype), cuda.aligned) for x in (grad_out, q, kv, out))
+    sinks_, lse, ids = (_bridge.contiguous(x) for x in (sinks.float(), lse.float(), topk_idxs))
+    grad_q, grad_kv = q.new_empty(q.shape), kv.new_empty(kv.shape)
+    grad_sinks = torch.empty(sinks.shape, dtype=torch.float32, device=q.device)
+    work = torch.empty(plan.size, dtype=torch.uint8, device=q.device)
+    with _bridge.on_stream_of(q) as stream:
+        ids = _narrow(ids, spec.keys, stream)
+        cuda_bwd.launch_backward(
+            grad_out=grad_out.data_ptr(), q=q.data_ptr(), kv=kv.data_ptr(), sinks=sinks_.data_ptr(),
+            ids=ids.data_ptr(), out=out.data_ptr(), lse=lse.data_ptr(), grad_q=grad_q.data_ptr(),
+            grad_kv=grad_kv.data_ptr(), grad_sinks=grad_sinks.data_ptr(), work=work.data_ptr(), plan=plan, spec=spec,
+            dtype=dtype_name(q), grad_out_strides=grad_out.stride(), q_strides=q.stride(), kv_strides=kv.stride(),
+            out_strides=out.stride(), deterministic=deterministic, stream=stream,
+        )  # fmt: skip
+    return grad_q, grad_kv, grad_sinks.to(sinks.dtype)
+
+
+def _narrow(ids: torch.Tensor, keys: int, stream: Any) -> torch.Tensor:
+    """Contiguous ids as int32: themselves, or a copy after the range check."""
+    from . import cuda
+
+    if ids.dtype == torch.int32:
+        return ids
+    narrow = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
+    cuda.launch_narrow_ids(ids.data_ptr(), narrow.data_ptr(), ids.numel(), keys, stream=stream)
+    return narrow
+
+
 def _reference_backward(
     grad_out: torch.Tensor, q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor, topk_idxs: torch.Tensor,
-    out: torch.Tensor, lse: torch.Tensor, sm_scale: float, workspace_bytes: int,
+    out: torch.Tensor, lse: torch.Tensor, sm_scale: float, deterministic: bool,
+    workspace_bytes: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     spec = contract.check_grad(
         grad_out, q, kv, sinks, topk_idxs, out, lse, sm_scale,
-        backward_impl="atomic", backward_workspace_bytes=workspace_bytes,
+        backward_impl="deterministic" if deterministic else "atomic", backward_workspace_bytes=workspace_bytes,
     )  # fmt: skip
+    if q.is_cuda:
+        contract.check_kernel_gradient(deterministic, f"{dtype_name(q)} with head_dim {spec.dim}")
     *grads, grad_sinks = reference.backward(grad_out, q, kv, sinks, topk_idxs, out, lse, spec, workspace_bytes)
     return (*grads, grad_sinks.clone())  # of its own memory: the reference's may be the last row of its sums
 
 
 def _fake_forward(
     q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor, topk_idxs: torch.Tensor, sm_scale: float,
-    reference_rounding: bool, workspace_bytes: int,
+    reference_rounding: bool, deterministic: bool, workspace_bytes: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     contract.check(q, kv, sinks, topk_idxs, sm_scale)
     wide = torch.float64 in (q.dtype, kv.dtype)
@@ -79,7 +124,8 @@ def _fake_forward(
 
 def _fake_backward(
     grad_out: torch.Tensor, q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor, topk_idxs: torch.Tensor,
-    out: torch.Tensor, lse: torch.Tensor, sm_scale: float, workspace_bytes: int,
+    out: torch.Tensor, lse: torch.Tensor, sm_scale: float, deterministic: bool,
+    workspace_bytes: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     return q.new_empty(q.shape), kv.new_empty(kv.shape), sinks.new_empty(sinks.shape)
 
@@ -91,26 +137,28 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor, topk_idxs: torch.Tensor, sm_scale: float,
-        reference_rounding: bool, workspace_bytes: int,
+        reference_rounding: bool, deterministic: bool, workspace_bytes: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         with _bridge.below_autograd():
-            out, lse = ATTEND(q, kv, sinks, topk_idxs, sm_scale, reference_rounding, workspace_bytes)
+            out, lse = ATTEND(q, kv, sinks, topk_idxs, sm_scale, reference_rounding, deterministic, workspace_bytes)
         ctx.save_for_backward(q, kv, sinks, topk_idxs, out, lse)
-        ctx.options = sm_scale, reference_rounding, workspace_bytes
+        ctx.options = sm_scale, reference_rounding, deterministic, workspace_bytes
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
         q, kv, sinks, topk_idxs, out, lse = ctx.saved_tensors
-        sm_scale, reference_rounding, workspace_bytes = ctx.options
+        sm_scale, reference_rounding, deterministic, workspace_bytes = ctx.options
         contract.check_differentiable(reference_rounding)
         if grad_out is None and grad_lse is None:
-            return (None,) * 7
+            return (None,) * 8
         if grad_lse is None and not torch.is_grad_enabled():
-            grads = ATTEND_GRAD(grad_out, q, kv, sinks, topk_idxs, out, lse, sm_scale, workspace_bytes)
-            return (*grads, None, None, None, None)
-        return (*_differentiated(q, kv, sinks, topk_idxs, sm_scale, grad_out, grad_lse), None, None, None, None)
+            options = sm_scale, deterministic, workspace_bytes
+            return (*ATTEND_GRAD(grad_out, q, kv, sinks, topk_idxs, out, lse, *options), *(None,) * 5)
+        if q.is_cuda:
+            contract.check_kernel_gradient(deterministic, "gradients of lse, nor graphs of a gradient (create_graph)")
+        return (*_differentiated(q, kv, sinks, topk_idxs, sm_scale, grad_out, grad_lse), *(None,) * 5)
 
 
 def _differentiated(
@@ -134,14 +182,15 @@ def _differentiated(
 
 _INPUTS = "Tensor q, Tensor kv, Tensor sinks, Tensor topk_idxs"
 ATTEND = _bridge.define_op(
-    f"sparse_attention({_INPUTS}, float sm_scale, bool reference_rounding, int workspace_bytes) -> (Tensor, Tensor)",
+    f"sparse_attention({_INPUTS}, float sm_scale, bool reference_rounding, bool deterministic, int workspace_bytes)"
+    " -> (Tensor, Tensor)",
     kernels={"CUDA": _cuda_forward, "CPU": _reference_forward},
     fake=_fake_forward,
     autograd=_Attend,
 )
 ATTEND_GRAD = _bridge.define_op(
-    f"sparse_attention_grad(Tensor grad_out, {_INPUTS}, Tensor out, Tensor lse, float sm_scale, int workspace_bytes)"
-    " -> (Tensor, Tensor, Tensor)",
-    kernels={"CUDA": _reference_backward, "CPU": _reference_backward},
+    f"sparse_attention_grad(Tensor grad_out, {_INPUTS}, Tensor out, Tensor lse, float sm_scale, bool deterministic,"
+    " int workspace_bytes) -> (Tensor, Tensor, Tensor)",
+    kernels={"CUDA": _cuda_backward, "CPU": _reference_backward},
     fake=_fake_backward,
 )

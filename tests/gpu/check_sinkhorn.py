@@ -169,6 +169,10 @@ def host_times() -> None:
     host_line("  of it contract.check", call_us(lambda: contract.check(x, REPEAT, EPS)), None)
     host_line("  of it cupy.empty", call_us(lambda: cupy.empty(x.shape, x.dtype)), None)
     host_line("  of it launch_forward", call_us(lambda: cuda.launch_forward(x.data.ptr, y.data.ptr, spec)), None)
+    kernel, grid, numbers = cuda._forward4("float32", SMALL, REPEAT, EPS)
+    arguments = kernel.take({"x": np.uintp(x.data.ptr), "y": np.uintp(y.data.ptr), **numbers})
+    bare = kernel.loaded[x.device.id].function
+    host_line("  of it CuPy's launch", call_us(lambda: bare((grid, 1, 1), (cuda.THREADS, 1, 1), arguments)), None)
     try:
         import torch
 

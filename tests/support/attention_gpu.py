@@ -53,6 +53,52 @@ def oracle(q, kv, sinks, ids, scale):
     return out, lse
 
 
+def oracle_grad(grad_out, q, kv, sinks, ids, scale):
+    """(grad_q, grad_kv, grad_sinks) in float64, from the inputs alone."""
+    batch, queries, heads, dim = q.shape
+    slots, keys = ids.shape[2], kv.shape[1]
+    grad_q, grad_kv, grad_sinks = cupy.zeros(q.shape), cupy.zeros(kv.shape), cupy.zeros(heads)
+    if slots == 0 or keys == 0:
+        return grad_q, grad_kv, grad_sinks
+    sinks = sinks.astype(np.float64)[None, :, None]
+    step = max(1, CHUNK // (slots * (2 * dim + 6 * heads)))
+    for b in range(batch):
+        for s in range(0, queries, step):
+            n = slice(s, s + step)
+            valid = (ids[b, n] >= 0) & (ids[b, n] < keys)
+            safe = cupy.where(valid, ids[b, n], 0)
+            rows = kv[b].astype(np.float32)[safe].astype(np.float64)
+            rows = cupy.where(valid[:, :, None], rows, 0)
+            q_, g = q[b, n].astype(np.float64), grad_out[b, n].astype(np.float64)
+            scores = product(q_, rows.swapaxes(1, 2)) * scale
+            scores = cupy.where(valid[:, None, :], scores, -np.inf)
+            top = cupy.maximum(scores.max(axis=-1, keepdims=True), cupy.where(cupy.isposinf(sinks), -np.inf, sinks))
+            top = cupy.where(top == -np.inf, 0, top)
+            p = cupy.exp(scores - top)
+            some = valid.any(axis=1)[:, None, None]
+            total = cupy.where(some, p.sum(axis=-1, keepdims=True) + cupy.exp(sinks - top), 1)
+            p, p_sink = p / total, cupy.where(some & ~cupy.isposinf(sinks), cupy.exp(sinks - top) / total, 0)
+            grad_p = product(g, rows.swapaxes(1, 2))
+            delta = (p * cupy.where(p > 0, grad_p, 0)).sum(axis=-1, keepdims=True)
+            ds = cupy.where(p > 0, p * (grad_p - delta), 0) * scale
+            grad_q[b, n] = product(ds, rows)
+            terms = product(ds.swapaxes(1, 2), q_) + product(p.swapaxes(1, 2), g)
+            cupy.add.at(grad_kv[b], cupy.where(valid, safe, 0).ravel(), (terms * valid[:, :, None]).reshape(-1, dim))
+            grad_sinks -= cupy.where(some, p_sink * delta, 0).sum(axis=0)[:, 0]
+    return grad_q, grad_kv, grad_sinks
+
+
+def relative_error(got, want) -> float:
+    """||got - want|| / ||want|| in float64, without a copy on the host; ||got|| where want is zero."""
+    difference = norm = 0.0
+    got, want = got.reshape(-1), want.reshape(-1)
+    for n in range(0, len(got), 2**25):
+        part = want[n : n + 2**25].astype(np.float64)
+        difference += float(((got[n : n + 2**25].astype(np.float32).astype(np.float64) - part) ** 2).sum())
+        norm += float((part**2).sum())
+    return (difference / norm if norm > 0 else difference) ** 0.5
+
+
 def v4_selection(queries: int, ratio: int, topk: int, *, window: int = 128):
     """int32 [1, S, T], K: the window's rows, then up to topk of the causal compressed rows, -1 where there are none."""
     position = cupy.arange(queries)[:, None]

@@ -1,0 +1,175 @@
+"""Indexer scores at given ids on torch tensors as the operators dsv4::indexer_topk_scores and
+dsv4::indexer_topk_scores_grad, and the CUDA gradient of dense scores.
+
+On CUDA tensors that fit the kernels both directions are this package's CUDA; everything else is the reference run on
+torch tensors, so that a graph captured with the operators runs anywhere. The kernels' gradient of the entries is summed
+by atomic additions, or, while torch.use_deterministic_algorithms is on when the backward pass runs, in a way whose bits
+do not depend on any order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import _bridge
+from .._arrays import dtype_name
+from . import contract, contract_grad, reference
+
+
+def _cuda_scores(
+    q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor, topk_indices: torch.Tensor, softmax_scale: float
+) -> torch.Tensor:
+    spec = contract.check_topk_scores(q, pooled_kv, weights, topk_indices, 1, softmax_scale)
+    if contract_grad.kernels_unfit(q, pooled_kv, weights) is not None:
+        return reference.topk_scores(q, pooled_kv, weights, topk_indices, spec)
+    from . import cuda_grad_launch as cuda
+
+    read = (_readable(q), _readable(pooled_kv), _bridge.contiguous(weights), _bridge.contiguous(topk_indices))
+    out = torch.empty(topk_indices.shape, dtype=torch.float32, device=q.device)
+    with _bridge.on_stream_of(q) as stream:
+        cuda.launch_topk_scores(_operands(*read), out.data_ptr(), spec, stream=stream)
+    return out
+
+
+def _cuda_grad(
+    grad_scores: torch.Tensor, q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor,
+    topk_indices: torch.Tensor, softmax_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    spec = contract.check_topk_scores_grad(grad_scores, q, pooled_kv, weights, topk_indices, 1, softmax_scale)
+    if contract_grad.kernels_unfit(q, pooled_kv, weights, grad_scores) is not None:
+        return reference.topk_scores_grad(grad_scores, q, pooled_kv, weights, topk_indices, spec)
+    from . import cuda_grad_launch as cuda
+
+    passes = cuda.plan(spec, torch.are_deterministic_algorithms_enabled(), contract_grad.WORKSPACE_BYTES)
+    read = (_readable(q), _readable(pooled_kv), _bridge.contiguous(weights), _bridge.contiguous(topk_indices))
+    grads = _empty_like(q, pooled_kv, weights)
+    workspace = torch.empty(passes.workspace_bytes, dtype=torch.uint8, device=q.device)
+    with _bridge.on_stream_of(q) as stream:
+        operands = _operands(*read, _plain(grad_scores))
+        addresses = tuple(x.data_ptr() for x in grads)
+        cuda.launch_topk_scores_grad(operands, addresses, workspace.data_ptr(), spec, passes, stream=stream)
+    return grads
+
+
+def cuda_dense_grad(
+    grad_scores: torch.Tensor, q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor, compress_ratio: int,
+    softmax_scale: float, query_start: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The gradients of dense causal scores of CUDA tensors, every sum in a fixed order."""
+    spec = contract.check_scores_grad(grad_scores, q, pooled_kv, weights, compress_ratio, softmax_scale, query_start)
+    if contract_grad.kernels_unfit(q, pooled_kv, weights, grad_scores) is not None:
+        return reference.scores_grad(grad_scores, q, pooled_kv, weights, spec)
+    from . import cuda_grad_launch as cuda
+
+    read = (_readable(q), _readable(pooled_kv), _bridge.contiguous(weights))
+    grads = _empty_like(q, pooled_kv, weights)
+    workspace = torch.empty(cuda.dense_workspace_bytes(spec), dtype=torch.uint8, device=q.device)
+    with _bridge.on_stream_of(q) as stream:
+        operands = _operands(*read, None, _plain(grad_scores))
+        addresses = tuple(x.data_ptr() for x in grads)
+        cuda.launch_scores_grad(operands, addresses, workspace.data_ptr(), spec, stream=stream)
+    return grads
+
+
+def _reference_scores(
+    q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor, topk_indices: torch.Tensor, softmax_scale: float
+) -> torch.Tensor:
+    spec = contract.check_topk_scores(q, pooled_kv, weights, topk_indices, 1, softmax_scale)
+    return reference.topk_scores(q, pooled_kv, weights, topk_indices, spec)
+
+
+def _reference_grad(
+    grad_scores: torch.Tensor, q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor,
+    topk_indices: torch.Tensor, softmax_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    spec = contract.check_topk_scores_grad(grad_scores, q, pooled_kv, weights, topk_indices, 1, softmax_scale)
+    return reference.topk_scores_grad(grad_scores, q, pooled_kv, weights, topk_indices, spec)
+
+
+def _fake_scores(
+    q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor, topk_indices: torch.Tensor, softmax_scale: float
+) -> torch.Tensor:
+    contract.check_topk_scores(q, pooled_kv, weights, topk_indices, 1, softmax_scale)
+    wide = torch.float64 in (q.dtype, pooled_kv.dtype, weights.dtype)
+    return q.new_empty(topk_indices.shape, dtype=torch.float64 if wide else torch.float32)
+
+
+def _fake_grad(
+    grad_scores: torch.Tensor, q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor,
+    topk_indices: torch.Tensor, softmax_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    return _empty_like(q, pooled_kv, weights)
+
+
+class _TopkScores(torch.autograd.Function):
+    """TOPK_SCORES with TOPK_SCORES_GRAD as its gradient. Asked for a graph of the gradient (create_graph), it takes the
+    reference's, which torch differentiates."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor, topk_indices: torch.Tensor,
+        softmax_scale: float,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.save_for_backward(q, pooled_kv, weights, topk_indices)
+        ctx.softmax_scale = softmax_scale
+        with _bridge.below_autograd():
+            return TOPK_SCORES(q, pooled_kv, weights, topk_indices, softmax_scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad_scores: torch.Tensor) -> tuple[Any, ...]:
+        q, pooled_kv, weights, topk_indices = ctx.saved_tensors
+        gradient = _differentiated if torch.is_grad_enabled() else TOPK_SCORES_GRAD
+        return (*gradient(grad_scores, q, pooled_kv, weights, topk_indices, ctx.softmax_scale), None, None)
+
+
+def _differentiated(
+    grad_scores: torch.Tensor, q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor,
+    topk_indices: torch.Tensor, softmax_scale: float,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """The gradients by torch's own differentiation of the reference, with a graph."""
+    from .torch_bridge import _topk_scores_torch
+
+    spec = contract.check_topk_scores(q, pooled_kv, weights, topk_indices, 1, softmax_scale)
+    wanted = [x for x in (q, pooled_kv, weights) if x.requires_grad]
+    scores = _topk_scores_torch(q, pooled_kv, weights, topk_indices, spec)
+    grads = iter(torch.autograd.grad(scores, wanted, grad_scores, create_graph=True, allow_unused=True))
+    return tuple(next(grads) if x.requires_grad else None for x in (q, pooled_kv, weights))
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().resolve_neg()
+
+
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    """x itself where the kernels can read it, else a contiguous copy."""
+    from .cuda_grad_launch import aligned
+
+    x = _plain(x)
+    return x if aligned(x.data_ptr(), x.shape, x.stride()) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _operands(*tensors: torch.Tensor | None) -> Any:
+    from .cuda_grad_launch import Operand, Operands
+
+    read = (None if x is None else Operand(x.data_ptr(), dtype_name(x), x.stride()) for x in tensors)
+    return Operands(*read)  # type: ignore[arg-type]
+
+
+def _empty_like(q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor) -> Any:
+    return tuple(x.new_empty(x.shape) for x in (q, pooled_kv, weights))
+
+
+_INPUTS = "Tensor q, Tensor pooled_kv, Tensor weights, Tensor topk_indices, float softmax_scale"
+TOPK_SCORES = _bridge.define_op(
+    f"indexer_topk_scores({_INPUTS}) -> Tensor",
+    kernels={"CUDA": _cuda_scores, "CPU": _reference_scores},
+    fake=_fake_scores,
+    autograd=_TopkScores,
+)
+TOPK_SCORES_GRAD = _bridge.define_op(
+    f"indexer_topk_scores_grad(Tensor grad_scores, {_INPUTS}) -> (Tensor, Tensor, Tensor)",
+    kernels={"CUDA": _cuda_grad, "CPU": _reference_grad},
+    fake=_fake_grad,
+)

@@ -1,0 +1,268 @@
+"""Gradient of sparse attention on the GPU: launch parameters of kernels_cu/sparse_attention_bwd*.cu.
+
+`backward` takes CuPy arrays; `launch_backward` takes addresses and strides, for callers whose memory is not CuPy's.
+Work is queued on CuPy's current stream, or the one given; nothing waits for it. Before the passes
+(cuda_bwd_passes.py): prep, and for sums of fixed order select and exponents. A pass: zero the sums, the main kernel,
+finish.
+
+The main kernel is either of two behind one interface, cuda_bwd_sm90 where it fits the call, else cuda_bwd_mma:
+
+    fits(spec, device) -> bool
+    launch(*, grad_out, q, kv, ids, log2_total, delta, grad_q, sums, exponents, spec, dtype, grad_out_strides,
+           q_strides, kv_strides, deterministic, key_first, key_last, parts, stream) -> bool
+
+addresses as ints on the current device; `spec.batch` is the number of batch rows of this launch and every address is
+that of its first; strides in elements, the last is 1. grad_q [B, S, H, D] and sums [B, key_last - key_first, D]
+(float32 added with red.add.f32, or int64 with add_fixed and the factor of exponents [B, K]: then an infinite term
+marks its key, atomicMax(exponents + key, FIXED_BROKEN)) are contiguous. `parts`: 1 grad_q, 2 sums, 3 both; 1 and 2
+together give the bits of 3. Only slots with key_first <= id < key_last add to sums; grad_q (parts 1 and 3: then the
+range is [0, K)) takes all of them. False: the launch was refused (strides that the driver cannot describe) and
+nothing was queued.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import cupy
+import numpy as np
+
+from .. import _kernels
+from .._arrays import dtype_name
+from . import contract, cuda, cuda_bwd_mma, cuda_bwd_sm90
+from .contract import Spec
+from .cuda_bwd_mma import ELEMENTS
+from .cuda_bwd_passes import SINK_QUERIES, SUMS, Layout, layout, passes
+
+PREP, FINISH = "sparse_attention_bwd_prep.cu", "sparse_attention_bwd_finish.cu"
+SINK_HEADS, SINK_LANES = 32, 8  # of a block of the kernels of the sinks
+SELECT_QUERIES, SELECT_THREADS = 32, 512  # of a block of select
+MOST_BLOCKS = 4096  # of kernels whose threads step through their work
+
+forced_path: str | None = None  # "portable" makes every call take that kernel: for tests and measurements
+
+# Every specialisation that this file launches, for the tests that compile them all.
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    PREP: [
+        {"ELEMENT": element, "HEAD_DIM": dim, "BOUNDS": bounds}
+        for element in ELEMENTS.values()
+        for dim in contract.KERNEL_DIMS
+        for bounds in (0, 1)
+    ],
+    FINISH: [{"ELEMENT": element, "FIXED": fixed} for element in ELEMENTS.values() for fixed in (0, 1)],
+}
+
+
+# --- Launches ------------------------------------------------------------------------------------------
+
+
+def launch_backward(
+    *, grad_out: int, q: int, kv: int, sinks: int, ids: int, out: int, lse: int, grad_q: int, grad_kv: int,
+    grad_sinks: int, work: int, plan: Layout, spec: Spec, dtype: str, grad_out_strides: tuple[int, ...],
+    q_strides: tuple[int, ...], kv_strides: tuple[int, ...], out_strides: tuple[int, ...], deterministic: bool,
+    stream: Any = None,
+) -> None:  # fmt: skip
+    """Queues the gradients from addresses on the current device.
+
+    grad_out, q, kv and out must be `cuda.aligned`, of `dtype`, with strides in elements (the last is 1); sinks float32
+    [H], ids int32 [B, S, T] and lse float32 [B, S, H] contiguous; grad_q and grad_kv (of `dtype`) and grad_sinks
+    (float32) contiguous; `work` plan.size bytes, 16-byte aligned. stream: None for CuPy's current one, an object with
+    `.ptr`, or a cudaStream_t as int. Raises RuntimeError where a kernel cannot be compiled or launched.
+    """
+    at = {field.name: work + getattr(plan, field.name) for field in dataclasses.fields(Layout)}
+    element, stream = ELEMENTS[dtype], {"stream": stream}
+    strides = {"grad_out": grad_out_strides, "out": out_strides, "q": q_strides}
+    _prep(grad_out, q, sinks, out, lse, at, spec, element, strides, deterministic, stream)
+    if deterministic:
+        _exponents(kv, ids, at, spec, element, kv_strides, stream)
+    main = _main(spec, cupy.cuda.runtime.getDevice())
+    finish = _kernels.kernel(FINISH, "sparse_attention_bwd_finish", defines=_finish(element, deterministic))
+    per_head, per_row = 4 * spec.queries * spec.heads, 2 * spec.queries * spec.heads * spec.dim
+    for b, b_end, key, key_end, parts in passes(spec, plan):
+        rows = key_end - key
+        if parts & SUMS:
+            _zero(at["sums"], (8 if deterministic else 4) * (b_end - b) * rows * spec.dim, stream)
+        arguments = {
+            "grad_out": grad_out + 2 * b * grad_out_strides[0],
+            "q": q + 2 * b * q_strides[0],
+            "kv": kv + 2 * b * kv_strides[0],
+            "ids": ids + 4 * b * spec.queries * spec.slots,
+            "log2_total": at["log2_total"] + b * per_head,
+            "delta": at["delta"] + b * per_head,
+            "grad_q": grad_q + b * per_row,
+            "sums": at["sums"],
+            "exponents": at["exponents"] + 4 * b * spec.keys if deterministic else 0,
+            "spec": dataclasses.replace(spec, batch=b_end - b),
+            "dtype": dtype,
+            "grad_out_strides": grad_out_strides,
+            "q_strides": q_strides,
+            "kv_strides": kv_strides,
+            "deterministic": deterministic,
+            "key_first": key,
+            "key_last": key_end,
+            "parts": parts,
+            **stream,
+        }
+        if not main.launch(**arguments):
+            cuda_bwd_mma.launch(**arguments)
+        if parts & SUMS:
+            _kernels.launch(
+                finish,
+                grid=min(-(-(b_end - b) * rows * spec.dim // 8 // 256), MOST_BLOCKS),
+                block=256,
+                sums=np.uintp(at["sums"]),
+                exponents=np.uintp(arguments["exponents"]),
+                grad_kv=np.uintp(grad_kv + 2 * b * spec.keys * spec.dim),
+                batch=np.int32(b_end - b),
+                keys=np.int32(spec.keys),
+                dim=np.int32(spec.dim),
+                first_key=np.int32(key),
+                rows=np.int32(rows),
+                **stream,
+            )
+    _sinks(sinks, grad_sinks, at, spec, element, deterministic, stream)
+
+
+def _main(spec: Spec, device: int) -> Any:
+    """The main kernel's module; it does not depend on how the work is cut into passes."""
+    hopper = forced_path != "portable" and cuda_bwd_sm90.fits(spec, device)
+    return cuda_bwd_sm90 if hopper else cuda_bwd_mma
+
+
+def _prep(
+    grad_out: int, q: int, sinks: int, out: int, lse: int, at: dict[str, int], spec: Spec, element: str,
+    strides: dict[str, tuple[int, ...]], deterministic: bool, stream: dict[str, Any],
+) -> None:  # fmt: skip
+    defines = {"ELEMENT": element, "HEAD_DIM": spec.dim, "BOUNDS": int(deterministic)}
+    rows_at_once = max(256 // spec.dim, 1)  # heads that a warp works on
+    _kernels.launch(
+        _kernels.kernel(PREP, "sparse_attention_bwd_prep", defines=defines),
+        grid=spec.batch * spec.queries if spec.heads > 0 else 0,
+        block=32 * min(max(-(-spec.heads // rows_at_once), 1), 8),
+        grad_out=np.uintp(grad_out),
+        out=np.uintp(out),
+        q=np.uintp(q),
+        lse=np.uintp(lse),
+        sinks=np.uintp(sinks),
+        log2_total=np.uintp(at["log2_total"]),
+        delta=np.uintp(at["delta"]),
+        key_part=np.uintp(at["key_part"]),
+        rest=np.uintp(at["rest"]),
+        **{f"{name}_stride_{'bsh'[n]}": np.int64(of[n]) for name, of in strides.items() for n in range(3)},
+        queries=np.int32(spec.queries),
+        heads=np.int32(spec.heads),
+        scale=_float32(spec.scale),
+        **stream,
+    )
+
+
+def _exponents(
+    kv: int, ids: int, at: dict[str, int], spec: Spec, element: str, kv_strides: tuple[int, ...],
+    stream: dict[str, Any],
+) -> None:  # fmt: skip
+    """The exponent of every key's sums, from what its queries may add."""
+    defines = {"ELEMENT": element, "HEAD_DIM": spec.dim, "BOUNDS": 1}
+    _zero(at["bounds"], 16 * spec.batch * spec.keys, stream)
+    _kernels.launch(
+        _kernels.kernel(PREP, "sparse_attention_bwd_select", defines=defines),
+        grid=spec.batch * -(-spec.queries // SELECT_QUERIES) if spec.heads > 0 else 0,
+        block=SELECT_THREADS,
+        ids=np.uintp(ids),
+        key_part=np.uintp(at["key_part"]),
+        rest=np.uintp(at["rest"]),
+        bounds=np.uintp(at["bounds"]),
+        queries=np.int32(spec.queries),
+        keys=np.int32(spec.keys),
+        slots=np.int32(spec.slots),
+        **stream,
+    )
+    _kernels.launch(
+        _kernels.kernel(PREP, "sparse_attention_bwd_exponents", defines=defines),
+        grid=min(-(-spec.batch * spec.keys // 8), MOST_BLOCKS),
+        block=256,
+        kv=np.uintp(kv),
+        bounds=np.uintp(at["bounds"]),
+        exponents=np.uintp(at["exponents"]),
+        kv_stride_b=np.int64(kv_strides[0]),
+        kv_stride_k=np.int64(kv_strides[1]),
+        batch=np.int32(spec.batch),
+        keys=np.int32(spec.keys),
+        **stream,
+    )
+
+
+def _sinks(
+    sinks: int, grad_sinks: int, at: dict[str, int], spec: Spec, element: str, deterministic: bool,
+    stream: dict[str, Any],
+) -> None:  # fmt: skip
+    rows = spec.batch * spec.queries
+    chunks, head_tiles = -(-rows // SINK_QUERIES), -(-spec.heads // SINK_HEADS)
+    _kernels.launch(
+        _kernels.kernel(FINISH, "sparse_attention_bwd_sinks", defines=_finish(element, deterministic)),
+        grid=(chunks, head_tiles),
+        block=(SINK_HEADS, SINK_LANES),
+        log2_total=np.uintp(at["log2_total"]),
+        delta=np.uintp(at["delta"]),
+        sinks=np.uintp(sinks),
+        partial=np.uintp(at["sink_parts"]),
+        rows=np.int64(rows),
+        heads=np.int32(spec.heads),
+        **stream,
+    )
+    _kernels.launch(
+        _kernels.kernel(FINISH, "sparse_attention_bwd_sinks_sum", defines=_finish(element, deterministic)),
+        grid=head_tiles,
+        block=(SINK_HEADS, SINK_LANES),
+        partial=np.uintp(at["sink_parts"]),
+        grad_sinks=np.uintp(grad_sinks),
+        chunks=np.int64(chunks),
+        heads=np.int32(spec.heads),
+        **stream,
+    )
+
+
+def _zero(address: int, size: int, stream: dict[str, Any]) -> None:
+    chunks = -(-size // 16)
+    _kernels.launch(
+        _kernels.kernel(FINISH, "sparse_attention_bwd_zero", defines=_finish("BFloat16", False)),
+        grid=min(-(-chunks // 256), MOST_BLOCKS),
+        block=256,
+        to=np.uintp(address),
+        chunks=np.int64(chunks),
+        **stream,
+    )
+
+
+def _finish(element: str, deterministic: bool) -> dict[str, Any]:
+    return {"ELEMENT": element, "FIXED": int(deterministic)}
+
+
+def _float32(scale: float) -> np.float32:
+    with np.errstate(over="ignore"):  # a scale beyond float32 is infinite there
+        return np.float32(scale)
+
+
+# --- CuPy arrays ---------------------------------------------------------------------------------------
+
+
+def backward(
+    grad_out: Any, q: Any, kv: Any, sinks: Any, ids: Any, out: Any, lse: Any, spec: Spec, cap: int, deterministic: bool
+) -> tuple[Any, Any, Any]:
+    """(grad_q, grad_kv, grad_sinks) in the dtypes of q, kv and sinks."""
+    with q.device:
+        grad_out, out, q, kv = (cuda._readable(x.astype(q.dtype, copy=False)) for x in (grad_out, out, q, kv))
+        sinks32, lse = (cupy.ascontiguousarray(x, dtype=np.float32) for x in (sinks, lse))
+        ids = cuda._int32(cupy.ascontiguousarray(ids), spec)
+        grad_q, grad_kv = cupy.empty(q.shape, q.dtype), cupy.empty(kv.shape, kv.dtype)
+        grad_sinks = cupy.empty(sinks.shape, np.float32)
+        plan = layout(spec, deterministic, cap)
+        work = cupy.empty(plan.size, np.uint8)
+        launch_backward(
+            grad_out=grad_out.data.ptr, q=q.data.ptr, kv=kv.data.ptr, sinks=sinks32.data.ptr, ids=ids.data.ptr,
+            out=out.data.ptr, lse=lse.data.ptr, grad_q=grad_q.data.ptr, grad_kv=grad_kv.data.ptr,
+            grad_sinks=grad_sinks.data.ptr, work=work.data.ptr, plan=plan, spec=spec, dtype=dtype_name(q),
+            grad_out_strides=cuda._strides(grad_out), q_strides=cuda._strides(q), kv_strides=cuda._strides(kv),
+            out_strides=cuda._strides(out), deterministic=deterministic,
+        )  # fmt: skip
+        return grad_q, grad_kv, grad_sinks.astype(sinks.dtype, copy=False)

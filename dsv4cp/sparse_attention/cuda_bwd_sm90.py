@@ -1,0 +1,105 @@
+"""Launch parameters of kernels_cu/sparse_attention_bwd_sm90.cu: Hopper's main kernel of the gradient, D 512.
+
+The interface is that of the head of cuda_bwd.py; the portable kernel serves the calls that do not fit.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+
+from .. import _kernels
+from .contract import Spec
+from .cuda_sm90 import DIM, ELEMENTS, MOST_ITEMS, _is_hopper, _multiprocessors, tensor_map
+
+FILE, FUNCTION = "sparse_attention_bwd_sm90.cu", "sparse_attention_bwd_sm90"
+HEADS, BOX_HEADS, THREADS = 64, 32, 512
+SHARED_BYTES = {1: 215584, 2: 231984}  # SHARED in the kernel, which checks it, by blocks of heads in a cluster
+CLUSTERS_OF_FOUR = 30  # of 132 multiprocessors: what the parts of an H200 that share a cluster's network have room for
+
+# Every specialisation that this file launches, for the tests that compile them all.
+VARIANTS = {
+    FILE: [
+        {"ELEMENT": element, "DETERMINISTIC": deterministic, "HEAD_BLOCKS": blocks, "SHARED_BYTES": shared}
+        for element in ELEMENTS.values()
+        for deterministic in (0, 1)
+        for blocks, shared in SHARED_BYTES.items()
+    ]
+}
+
+
+def fits(spec: Spec, device: int) -> bool:
+    """Whether this path runs the call."""
+    return (
+        spec.dim == DIM
+        and _is_hopper(device)
+        and 0 < spec.batch * spec.queries * -(-spec.heads // HEADS) <= MOST_ITEMS
+    )
+
+
+def launch(
+    *, grad_out: int, q: int, kv: int, ids: int, log2_total: int, delta: int, grad_q: int, sums: int, exponents: int,
+    spec: Spec, dtype: str, grad_out_strides: tuple[int, ...], q_strides: tuple[int, ...], kv_strides: tuple[int, ...],
+    deterministic: bool, key_first: int, key_last: int, parts: int, stream: Any,
+) -> bool:  # fmt: skip
+    """Queues the call; False where the driver cannot describe the strides of q or grad_out, and nothing was queued."""
+    import cupy
+
+    sizes = (spec.heads, spec.queries, spec.batch)
+    maps = [
+        tensor_map(x, sizes, strides[2::-1], dtype, BOX_HEADS)
+        for x, strides in ((q, q_strides), (grad_out, grad_out_strides))
+    ]
+    if maps[0] is None or maps[1] is None:
+        return False
+    device = cupy.cuda.runtime.getDevice()
+    blocks = 1 if spec.heads <= HEADS else 2
+    items = spec.batch * spec.queries * -(-spec.heads // (HEADS * blocks))
+    room = _multiprocessors(device) // 2 if blocks == 1 else _multiprocessors(device) * CLUSTERS_OF_FOUR // 132
+    if parts == 1:
+        key_first = key_last = 0  # no slot adds to sums
+    with np.errstate(over="ignore"):  # a scale beyond float32 is infinite there
+        scale, scale2 = np.float32(spec.scale), np.float32(spec.scale * math.log2(math.e))
+    _kernels.launch(
+        _kernel(dtype, deterministic, blocks),
+        grid=min(items, room) * 2 * blocks,
+        block=THREADS,
+        shared_bytes=SHARED_BYTES[blocks],
+        stream=stream,
+        q_map=maps[0],
+        grad_out_map=maps[1],
+        kv=np.uintp(kv),
+        ids=np.uintp(ids),
+        log2_total=np.uintp(log2_total),
+        delta=np.uintp(delta),
+        grad_q=np.uintp(grad_q),
+        sums=np.uintp(sums),
+        exponents=np.uintp(exponents),
+        kv_stride_b=np.int64(kv_strides[0]),
+        kv_stride_k=np.int64(kv_strides[1]),
+        batch=np.int32(spec.batch),
+        queries=np.int32(spec.queries),
+        heads=np.int32(spec.heads),
+        keys=np.int32(spec.keys),
+        slots=np.int32(spec.slots),
+        key_first=np.int32(key_first),
+        key_last=np.int32(key_last),
+        parts=np.int32(parts),
+        scale=scale,
+        scale2=scale2,
+    )
+    return True
+
+
+@functools.cache
+def _kernel(dtype: str, deterministic: bool, blocks: int) -> _kernels.Kernel:
+    defines = {
+        "ELEMENT": ELEMENTS[dtype],
+        "DETERMINISTIC": int(deterministic),
+        "HEAD_BLOCKS": blocks,
+        "SHARED_BYTES": SHARED_BYTES[blocks],
+    }
+    return _kernels.kernel(FILE, FUNCTION, defines=defines, arch="sm_90a")

@@ -1,0 +1,278 @@
+"""Independent float64 oracle in torch operations, on the CPU or a GPU, with a bound of the error for every number.
+
+Imports nothing from dsv4cp. tests/test_fuzz.py compares it with naive.py, which is slower by three orders. A function
+returns pairs (value, bound): a float32 implementation of the definition that rounds its operands of matrix products to
+the input dtype stays within the bound. The bounds follow the data, so that cancellation, large scales and tiny numbers
+need no table:
+
+- `unit` (UNIT): rounding of a product's operand or a result to the input dtype, half a unit in the last place. Those of
+  many operands are independent: they add as squares, and SIGMAS times their root is allowed.
+- `acc` (ACC): arithmetic of the compute dtype: sums in any order, exponentials, the hardware's shorter mantissas. It
+  multiplies the sum of magnitudes.
+- `least` (LEAST): what a dtype cannot tell from 0 (float16 operands below its normal numbers; flushed float32 numbers).
+"""
+
+from __future__ import annotations
+
+import torch
+
+UNIT = {"float64": 0.0, "float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+LAST = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+ACC = {"float64": 2.0**-46, "float32": 2.0**-19}
+LEAST = {"float64": 1e-300, "float32": 2.0**-124, "float16": 2.0**-24, "bfloat16": 2.0**-124}
+SIGMAS = 5.0
+SHORT = 64  # terms of a sum that ACC covers; equal terms one after another err in one direction
+VANISHED = 2e-35  # exp(-80): a weight below it may count as 0
+INF = float("inf")
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def compute(*tensors: torch.Tensor) -> str:
+    """The dtype arithmetic runs in."""
+    return "float64" if any(x.dtype == torch.float64 for x in tensors) else "float32"
+
+
+def rounded(value: torch.Tensor, error: torch.Tensor, dtype: torch.dtype) -> Pair:
+    """(value, error + one rounding of the result to dtype)."""
+    kind = name(dtype)
+    return value, error + LAST[kind] * value.abs() + 2 * LEAST[kind]
+
+
+# --- Sparse attention ----------------------------------------------------------------------------------------
+
+
+class Attention:
+    """One call: scores, probabilities and their relative errors, from which forward and backward follow."""
+
+    def __init__(self, q, kv, sinks, ids, scale: float, half: torch.dtype | None = None) -> None:
+        self.dtype, self.kv_dtype, self.sinks_dtype, self.scale = q.dtype, kv.dtype, sinks.dtype, scale
+        kind = name(kv.dtype if half is None else half)
+        self.unit, self.acc = UNIT[kind], ACC[compute(q, kv)]
+        self.least = LEAST[kind] if kind == "float16" else 0.0
+        if ids.shape[2] == 0:
+            ids = torch.full((*ids.shape[:2], 1), -1, dtype=torch.int64, device=ids.device)
+        keys = kv.shape[1]
+        self.valid = (ids >= 0) & (ids < keys)
+        self.ids = torch.where(self.valid, ids, 0).long()
+        self.q, self.sinks = q.double(), sinks.double()[None, None, :, None]
+        self.keys, self.batch = keys, q.shape[0]
+        if keys == 0:
+            self.rows = self.q.new_zeros((*ids.shape, q.shape[3]))
+        else:
+            batch = torch.arange(q.shape[0], device=q.device)[:, None, None]
+            self.rows = torch.where(self.valid[..., None], kv.double()[batch, self.ids], 0.0)  # [B, S, T, D]
+        self.across = self.rows.transpose(2, 3)
+        self.mask = self.valid[:, :, None, :]
+        self.scores = torch.where(self.mask, self.q @ self.across * scale, -INF)  # [B, S, H, T]
+        size = torch.where(self.mask, self.q.abs() @ self.across.abs() * abs(scale), 0.0)
+        self.off = (2 * self.acc * size.amax(3, keepdim=True)).nan_to_num(0.0)  # error of a score
+        self.drift = self.off.clamp(max=1.0)  # relative error of its exponential
+        self.acc *= 1 + max(ids.shape[2], ids.shape[0] * ids.shape[1], q.shape[2]) / SHORT  # from here on: of long sums
+        top = self.scores.amax(3, keepdim=True)
+        self.top = torch.where(top == -INF, 0.0, top)
+        p = torch.exp(self.scores - self.top)
+        self.total = p.sum(3, keepdim=True)
+        self.empty = self.total == 0
+        self.p = torch.where(
+            self.empty, 0.0, p / torch.where(self.empty, 1.0, self.total + torch.exp(self.sinks - self.top))
+        )
+
+    def forward(self) -> tuple[Pair, Pair]:
+        """((out, bound), (lse, bound))."""
+        out = self.p @ self.rows
+        size = self.rows.abs()
+        error = SIGMAS * self.unit * (self.p.square() @ self.rows.square()).sqrt()
+        error = error + (2 * self.drift + self.acc) * (self.p @ size)
+        error = error + max(self.least, VANISHED) * size.sum(2)[:, :, None, :]
+        lse = torch.where(self.empty, -INF, self.top + torch.log(torch.where(self.empty, 1.0, self.total)))
+        lse_error = 2 * self.off + self.acc * (lse.abs() + 1)
+        return rounded(out, error.nan_to_num(0.0), self.dtype), (lse[..., 0], lse_error[..., 0].nan_to_num(0.0))
+
+    def backward(self, grad_out, out, lse, loose: bool = False) -> tuple[Pair, Pair, Pair]:
+        """(value, bound) of grad_q, grad_kv, grad_sinks from a saved out and lse. loose: the implementation saved its
+        own out, rounded to the dtype."""
+        g, out, lse = grad_out.double(), out.double(), lse.double()[..., None]
+        empty, endless = lse == -INF, self.sinks == INF
+        lse0, sinks0 = torch.where(empty, 0.0, lse), torch.where(endless, 0.0, self.sinks)
+        whole = torch.where(endless, INF, torch.logaddexp(lse0, sinks0))
+        p = torch.where(self.mask & ~empty, torch.exp(self.scores - whole), 0.0)
+        drift = self.drift + self.acc * (whole.abs().nan_to_num(0.0, 0.0, 0.0) + 1)
+        drift = drift.clamp(max=1.0)
+        grad_p = g @ self.across
+        delta = (g * out).sum(3, keepdim=True)
+        size_delta = (g * out).abs().sum(3, keepdim=True)
+        ds = torch.where(self.mask & ~empty, p * (grad_p - delta), 0.0)
+        # Systematic errors of ds, then those of rounding it.
+        lost = self.acc * (g.abs() @ self.across.abs() + size_delta)
+        if loose:
+            lost = lost + SIGMAS * LAST[name(self.dtype)] * (g * out).square().sum(3, keepdim=True).sqrt()
+        off = p * (2 * drift * (grad_p.abs() + delta.abs()) + lost) + self.acc * ds.abs()
+        off = torch.where(self.mask, off + VANISHED * (grad_p.abs() + delta.abs()), 0.0)
+        scale = self.scale
+        noise = (self.unit * ds).square() + (self.least / max(abs(scale), 1e-30)) ** 2 * self.mask.double()
+        grad_q = scale * (ds @ self.rows)
+        error_q = abs(scale) * (SIGMAS * (noise @ self.rows.square()).sqrt() + off @ self.rows.abs())
+        down, p_down = ds.transpose(2, 3), p.transpose(2, 3)  # [B, S, T, H]
+        parts = scale * (down @ self.q) + p_down @ g
+        noise_p = (self.unit * p).square() + self.least**2 * self.mask.double()
+        off_p = torch.where(self.mask, (2 * drift + self.acc) * p + VANISHED, 0.0)
+        bounds = abs(scale) * (off.transpose(2, 3) @ self.q.abs()) + off_p.transpose(2, 3) @ g.abs()
+        noises = scale**2 * (noise.transpose(2, 3) @ self.q.square()) + noise_p.transpose(2, 3) @ g.square()
+        magnitude = abs(scale) * (down.abs() @ self.q.abs()) + p_down.abs() @ g.abs()
+        grad_kv = self._scattered(parts)
+        error_kv = self._scattered(bounds + self.acc * magnitude) + SIGMAS * self._scattered(noises).sqrt()
+        p_sink = torch.where(empty | endless, 0.0, torch.exp(sinks0 - whole))
+        grad_sinks = -(p_sink * torch.where(empty, 0.0, delta)).sum((0, 1, 3))
+        error_s = p_sink * (2 * drift * delta.abs() + self.acc * size_delta) + VANISHED * delta.abs()
+        if loose:
+            error_s = error_s + p_sink * (lost - self.acc * (g.abs() @ self.across.abs())).amax(3, keepdim=True)
+        error_s = torch.where(empty, 0.0, error_s).sum((0, 1, 3))
+        return (
+            rounded(grad_q, error_q.nan_to_num(0.0), self.dtype),
+            rounded(grad_kv, error_kv.nan_to_num(0.0), self.kv_dtype),
+            rounded(grad_sinks, error_s.nan_to_num(0.0), self.sinks_dtype),
+        )
+
+    def _scattered(self, parts: torch.Tensor) -> torch.Tensor:
+        """parts [B, S, T, D] added to the rows their slots name: [B, K, D]. A slot without a key adds nothing."""
+        dim = parts.shape[3]
+        first = torch.arange(self.batch, device=parts.device)[:, None, None] * self.keys
+        at = torch.where(self.valid, self.ids + first, self.batch * self.keys)
+        total = parts.new_zeros((self.batch * self.keys + 1, dim))
+        total.index_add_(0, at.flatten(), parts.reshape(-1, dim))
+        return total[:-1].reshape(self.batch, self.keys, dim)
+
+
+# --- Indexer -------------------------------------------------------------------------------------------------
+
+
+def causal(queries: int, entries: int, ratio: int, start: int, device) -> torch.Tensor:
+    """[1, S, P]: entry j is finished when query start + i has been read."""
+    done = (torch.arange(queries, device=device, dtype=torch.int64) + start + 1) // ratio
+    return (torch.arange(entries, device=device)[None, :] < done[:, None])[None]
+
+
+def index_scores(q, rows, weights, scale: float, acc: float) -> Pair:
+    """(scores, bound) of q [B, S, I, E] with rows [B, 1 or S, P, E]: [B, S, P]."""
+    logits, size = q @ rows.transpose(2, 3), q.abs() @ rows.abs().transpose(2, 3)
+    active = torch.where(logits <= 0, 0.0, logits)
+    value = (weights[..., None] * active).sum(2) * scale
+    error = acc * abs(scale) * (weights.abs()[..., None] * (size + active)).sum(2)
+    return value, error.nan_to_num(0.0) + LEAST["float32"]
+
+
+def index_scores_grad(g, q, rows, weights, scale: float, acc: float, unit: float, seen) -> tuple[Pair, ...]:
+    """(value, bound) of the gradients of q, of rows [B, S, P, E] (one copy a query, to be summed) and of weights.
+
+    g and seen [B, S, P]. Where the sign of a logit is within its error, the whole term may be there or not.
+    """
+    logits, size = q @ rows.transpose(2, 3), q.abs() @ rows.abs().transpose(2, 3)
+    g = torch.where(seen, g, 0.0) * scale
+    seen = seen[:, :, None, :]
+    on = torch.where(seen, (logits > 0).double(), 0.0)
+    unsure = torch.where(seen & (logits.abs() <= acc * size), 1.0, 0.0)
+    flow, doubt = g[:, :, None, :] * on, g.abs()[:, :, None, :] * (unsure + acc * on)
+    noise = (unit * flow).square()
+    w, across = weights[..., None], rows.abs()
+    grad_q = w * (flow @ rows)
+    error_q = w.abs() * (doubt @ across + SIGMAS * (noise @ rows.square()).sqrt() + acc * (flow.abs() @ across))
+    wq = w * q
+    grad_rows = flow.transpose(2, 3) @ wq
+    bounds = (doubt + acc * flow.abs()).transpose(2, 3) @ wq.abs()
+    noises = 2 * noise.transpose(2, 3) @ wq.square()
+    active = torch.where(seen, torch.where(logits <= 0, 0.0, logits), 0.0)
+    grad_w = (active * g[:, :, None, :]).sum(3)
+    error_w = acc * (g.abs()[:, :, None, :] * torch.where(seen, size + active, 0.0)).sum(3)
+    return (grad_q, error_q.nan_to_num(0.0)), (grad_rows, bounds, noises), (grad_w, error_w.nan_to_num(0.0))
+
+
+# --- Sinkhorn ------------------------------------------------------------------------------------------------
+
+
+def sinkhorn(x, repeat: int, eps: float) -> torch.Tensor:
+    """The definition; torch differentiates it."""
+    y = torch.softmax(x, -1) + eps
+    y = y / (y.sum(-2, keepdim=True) + eps)
+    for _ in range(repeat - 1):
+        y = y / (y.sum(-1, keepdim=True) + eps)
+        y = y / (y.sum(-2, keepdim=True) + eps)
+    return y
+
+
+# --- Selection and lists: exact ------------------------------------------------------------------------------
+
+
+def topk(scores, k: int, order: str) -> Pair:
+    """(ids int64 [..., k], their scores), by a stable sort of all entries."""
+    entries = scores.shape[-1]
+    clean = torch.where(scores.isnan(), -INF, scores.double())
+    values, ids = torch.sort(clean + 0.0, dim=-1, descending=True, stable=True)
+    values, ids = values[..., :k], ids[..., :k]
+    ids = torch.where(values == -INF, -1, ids)
+    if order == "id":
+        key = torch.where(ids < 0, entries, ids)
+        key, at = torch.sort(key, dim=-1)
+        ids, values = torch.where(key == entries, -1, key), values.gather(-1, at)
+    if k > entries:
+        ids = torch.nn.functional.pad(ids, (0, k - entries), value=-1)
+        values = torch.nn.functional.pad(values, (0, k - entries), value=-INF)
+    return ids, values
+
+
+def plan_cudnn(ids, keys: int, width: int) -> Pair:
+    """(flat ids [B*S, 1, width], lengths [B*S])."""
+    batch, _, slots = ids.shape
+    valid = (ids >= 0) & (ids < keys)
+    first = torch.arange(batch, device=ids.device)[:, None, None] * keys
+    flat = torch.where(valid, torch.where(valid, ids, 0).long() + first, 2**62).flatten(0, 1)
+    flat = torch.sort(flat, dim=-1).values
+    flat = torch.where(flat == 2**62, -1, flat)
+    return torch.nn.functional.pad(flat, (0, width - slots), value=-1)[:, None, :], valid.sum(2).reshape(-1)
+
+
+def build(call: dict) -> torch.Tensor | None:
+    """The lists of build_dsv4_sparse_topk_indices without image spans, from tensors; None where there are spans."""
+    if call.get("vision_token_types") is not None and call.get("max_image_tokens", 0) > 0:
+        return None
+    batch, queries, keys, window = (call[n] for n in ("batch_size", "seq_len", "key_len", "window_size"))
+    raw = call.get("vanilla_key_len")
+    raw = queries if raw is None else raw
+    pooled, ratio, device = call.get("n_pooled", 0), call.get("compress_ratio", 0), call["device"]
+    position = call.get("q_positions")
+    if position is None:
+        position = torch.arange(queries, device=device)[None]
+    position = torch.atleast_2d(position.long()).expand(batch, queries)[..., None]
+    segment = call.get("q_segment_ids")
+    local = position if segment is None else call["q_local_positions"].long()[..., None]
+    begin = torch.zeros_like(position) if segment is None else position - local
+    first = torch.maximum((position - window + 1).clamp(min=0), begin)
+    slot = first + torch.arange(min(raw, window), device=device)
+    parts = [torch.where(slot <= position, slot, -1)]
+    if pooled > 0:
+        given, entry_segment = call.get("compressed_topk"), call.get("pooled_segment_ids")
+        entry = torch.arange(pooled, device=device)[None, None] if given is None else given.long()
+        entry = entry.expand(batch, queries, entry.shape[-1])
+        seen = entry >= 0
+        if segment is not None and entry_segment is not None:
+            inside = seen & (entry < pooled)
+            at = torch.where(inside, entry, 0).flatten(1)
+            its = entry_segment.long().gather(1, at).reshape(entry.shape)
+            place = call["pooled_positions"].long().gather(1, at).reshape(entry.shape)
+            seen = inside & (its == segment.long()[..., None]) & (place < (local + 1) // ratio)
+        elif given is None:
+            seen = entry < (local + 1) // ratio
+        parts.append(torch.where(seen, entry + raw, -1))
+    ids = torch.cat(parts, 2)
+    ids = torch.where((ids >= 0) & (ids < keys), ids, -1)
+    if segment is not None:
+        ids = torch.where(segment[..., None] == 0, -1, ids)
+    mask = call.get("attention_mask")
+    if mask is not None and mask.shape[3] > 0:
+        masked = mask[:, 0].expand(batch, queries, mask.shape[3]).gather(2, ids.clamp(min=0)) < 0
+        ids = torch.where(masked, -1, ids)
+    return ids

@@ -1,0 +1,36 @@
+"""tests/gpu/small_run.py without a GPU: its cases are well formed, and it knows every kernel there is."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("cupy")
+
+from tests.gpu import small_run
+from tests.support.fuzz_ops import OPS, Verdict
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_cases_are_right_on_the_reference(name):
+    op, cases = OPS[name], list(small_run.cases(name))
+    assert cases or name == "dense attention"
+    for change in cases[:: max(1, len(cases) // 2)]:
+        case = {"op": name, "way": str(small_run.HOST), **op.plain(), **change}
+        held = op.make(small_run.HOST, case)
+        got = [None if x is None else small_run.HOST.take(x) for x in op.run(small_run.HOST, case, held)]
+        v = Verdict(detail=True)
+        op.judge(small_run.HOST, case, held, got, v)
+        assert not v.failed(), v.notes
+
+
+def test_kernels_are_read_off_the_sources():
+    names = small_run.expected()
+    assert {"sinkhorn4_forward", "sparse_attention_fwd", "sparse_attention_fwd_sm90"} <= names
+
+
+def test_every_op_names_its_slice():
+    assert small_run.slice_of(OPS["index lists"]) == "sparse_indices"
+    assert {small_run.slice_of(op) for op in OPS.values()} == {
+        "sinkhorn", "sparse_indices", "sparse_attention", "indexer",
+    }  # fmt: skip
