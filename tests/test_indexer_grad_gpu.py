@@ -293,7 +293,7 @@ def test_golden_views_and_strided_gradients(path):
             same(grads(*changed), want)
             check_equal(scores(*changed[1:]), want_scores)
             assert name
-    flat = cupy.broadcast_to(cupy.asarray(0.5, np.float32), g.shape)
+    flat = cupy.broadcast_to(cupy.asarray(np.float32(0.5)), g.shape)
     same(grads(flat, *arrays[1:]), grads(cupy.ascontiguousarray(flat), *arrays[1:]))
 
 
@@ -434,7 +434,7 @@ def test_dense_strided_gradients_and_zero_lengths(path):
     want = dense_grads(g, q, k, w)
     turned = cupy.ascontiguousarray(g.transpose(0, 2, 1)).transpose(0, 2, 1)
     same(dense_grads(turned, q, k, w), want)
-    flat = cupy.broadcast_to(cupy.asarray(0.5, np.float32), g.shape)
+    flat = cupy.broadcast_to(cupy.asarray(np.float32(0.5)), g.shape)
     same(dense_grads(flat, q, k, w), dense_grads(cupy.ascontiguousarray(flat), q, k, w))
     for sizes in ({"batch": 0}, {"queries": 0}, {"entries": 0}):
         g, q, k, w, _ = dense_inputs(sizes)
