@@ -582,3 +582,9 @@ def test_gradient_of_auto_and_by_name_with_a_plan():
         )
         for g, w in zip(got, want, strict=True):
             check_frobenius(g, w, "attention_grad")
+    first, named = (
+        dsv4cp.dsv4_sparse_attention_grad(grad, q, kv, sinks, ids, out, lse, 0.1, backend=name)
+        for name in ("auto", "cuda")
+    )
+    check_equal(named[0], first[0])
+    check_equal(named[2], first[2])
