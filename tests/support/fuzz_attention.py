@@ -27,7 +27,6 @@ from .fuzz_base import (
 )
 from .oracle64 import INF, Attention
 
-
 LARGE = {"float16": 30.0}  # size of "large" values where it is not 1e4
 
 
