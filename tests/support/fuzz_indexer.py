@@ -159,7 +159,8 @@ class ScoresOp(Op):
         try:
             self._call(way, case, arguments, way.backend, **options, backward_workspace_bytes=1)
         except ValueError as error:
-            return int(re.search(r"at least (\d+)", str(error))[1])
+            if (least := re.search(r"at least (\d+)", str(error))) is not None:
+                return int(least[1])
         return 1
 
     def _torch_grads(self, way: Way, case: dict, arrays: list[Any], ids: list[Any], g: torch.Tensor) -> list[Any]:
