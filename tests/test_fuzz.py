@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from tests.support import naive, oracle64  # noqa: E402
 from tests.support.fuzz_arrays import Canaries, Way, hold  # noqa: E402
 from tests.support.fuzz_ops import OPS, try_case, value  # noqa: E402
 
-CPU_CASES = 250
+CPU_CASES, GPU_CASES = 250, 1300
 NUMPY, TORCH = Way("numpy", "cpu", "auto"), Way("torch", "cpu", "torch")
 
 
@@ -38,10 +39,14 @@ def test_a_short_run_finds_nothing(capsys):
 
 
 @pytest.mark.gpu
-def test_a_short_run_on_the_gpu_finds_nothing(capsys):
-    status, text = run(capsys, "--device", "cuda", "--seed", "20", "--cases", "1500", "--seconds", "40")
+@pytest.mark.parametrize("seed", range(8))
+def test_runs_on_the_gpu_find_nothing(capsys, seed):
+    """10,400 cases in all; under pytest-xdist the seeds run side by side."""
+    status, text = run(capsys, "--device", "cuda", "--seed", str(seed), "--cases", str(GPU_CASES), "--seconds", "110")
     print(text)
-    assert status == 0, text
+    counted = re.search(r"^(\d+) cases, (\d+) refused, 0 failures", text, re.M)
+    assert status == 0 and counted is not None, text
+    assert int(counted[1]) + int(counted[2]) == GPU_CASES, "the time was too short for all cases"
 
 
 def test_every_public_function_and_backend_is_tried():

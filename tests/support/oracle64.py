@@ -75,6 +75,7 @@ class Attention:
         self.off = (2 * self.base * size.amax(3, keepdim=True)).nan_to_num(0.0)  # error of a score
         self.drift = self.off.clamp(max=1.0)  # relative error of its exponential
         self.acc = self.base * (1 + max(ids.shape[2], ids.shape[0] * ids.shape[1], q.shape[2]) / SHORT)
+        self.acc_rows = self.acc + self.base * ids.shape[1] * ids.shape[2] / SHORT  # every slot may name one row
         top = self.scores.amax(3, keepdim=True)
         self.top = torch.where(top == -INF, 0.0, top)
         p = torch.exp(self.scores - self.top)
@@ -127,7 +128,7 @@ class Attention:
         noises = scale**2 * (noise.transpose(2, 3) @ self.q.square()) + noise_p.transpose(2, 3) @ g.square()
         magnitude = abs(scale) * (down.abs() @ self.q.abs()) + p_down.abs() @ g.abs()
         grad_kv = self._scattered(parts)
-        error_kv = self._scattered(bounds + self.acc * magnitude) + SIGMAS * self._scattered(noises).sqrt()
+        error_kv = self._scattered(bounds + self.acc_rows * magnitude) + SIGMAS * self._scattered(noises).sqrt()
         p_sink = torch.where(empty | endless, 0.0, torch.exp(sinks0 - whole))
         grad_sinks = -(p_sink * torch.where(empty, 0.0, delta)).sum((0, 1, 3))
         error_s = p_sink * (2 * drift * delta.abs() + self.acc * size_delta) + VANISHED * delta.abs()
@@ -177,6 +178,7 @@ def index_scores_grad(g, q, rows, weights, scale: float, acc: float, half: str |
     """
     unit, least = (0.0, 0.0) if half is None else (UNIT[half], LEAST[half] if half == "float16" else 0.0)
     long = acc * (1 + max(q.shape[1] * q.shape[2], rows.shape[2]) / SHORT)
+    longest = long + acc * q.shape[1] * rows.shape[2] / SHORT  # every slot may name one row
     logits, size = q @ rows.transpose(2, 3), q.abs() @ rows.abs().transpose(2, 3)
     g = torch.where(seen, g, 0.0) * scale
     seen = seen[:, :, None, :]
@@ -190,7 +192,7 @@ def index_scores_grad(g, q, rows, weights, scale: float, acc: float, half: str |
     error_q = w.abs() * (doubt @ across + long * (flow.abs() @ across)) + SIGMAS * noise_q
     wq = w * q
     grad_rows = flow.transpose(2, 3) @ wq
-    bounds = (doubt + long * flow.abs()).transpose(2, 3) @ wq.abs()
+    bounds = (doubt + longest * flow.abs()).transpose(2, 3) @ wq.abs()
     noises = (2 * noise + least).transpose(2, 3) @ wq.square() + least.transpose(2, 3) @ q.square()
     active = torch.where(seen, torch.where(logits <= 0, 0.0, logits), 0.0)
     grad_w = (active * g[:, :, None, :]).sum(3)
