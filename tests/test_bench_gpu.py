@@ -177,7 +177,7 @@ def test_the_cudnn_rows_call_what_they_say(monkeypatch):
         "dsv4_sparse_attention_grad": staticmethod(lambda *a, **k: made.append((a, k))),
     })  # fmt: skip
     monkeypatch.setattr(bench_cudnn, "dsv4cp", fake)
-    arrays = {n: n for n in ("q", "kv", "sinks", "ids", "grad", "out", "lse")}
+    arrays = {n: n for n in ("q", "kv", "sinks", "ids", "grad", "out", "lse", "plan")}  # plan: that of "cuda"
     rows = bench_cudnn.backward([arrays], 8, 0.5, False)
     plan = ("plan", ("ids", 8, "cudnn"), {"all_rows_nonempty": True})
     assert made == [plan]

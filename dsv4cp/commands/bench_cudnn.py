@@ -23,9 +23,9 @@ def backward(sets: list[dict[str, Any]], keys: int, scale: float, torch_too: boo
     for arrays in sets:
         arrays["plan_cudnn"] = planned(arrays["ids"], keys)
 
-    def gradient(plan: Any, ids: Any, *, q: Any, kv: Any, sinks: Any, grad: Any, out: Any, lse: Any, **_: Any) -> Any:
+    def gradient(made: Any, given: Any, q: Any, kv: Any, sinks: Any, grad: Any, out: Any, lse: Any, **_: Any) -> Any:
         return dsv4cp.dsv4_sparse_attention_grad(
-            grad, q, kv, sinks, ids, out, lse, scale, backend="cudnn", plan=plan, all_rows_nonempty=True
+            grad, q, kv, sinks, given, out, lse, scale, backend="cudnn", plan=made, all_rows_nonempty=True
         )
 
     ours: dict[str, Function] = {
