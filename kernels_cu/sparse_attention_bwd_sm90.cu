@@ -49,8 +49,11 @@
 //      without the additions 1.45 ms. So the score warpgroup is the chain that limits float32 sums.
 //   5  dQ of the next block started before a block's additions: ptxas then serialises the products (C7514); not pursued.
 //   6  L and delta in registers, a softmax does not wait for the next block's keys, two stages of Q and dO for float32 sums:
-//      expected to cut the softmax to 900 clocks; not measured yet. (setmaxnreg.dec to more than the launch's 128 registers
-//      is an illegal instruction: that state never ran.)
+//      expected to cut the softmax to 900 clocks; by ncu 1.80 0.70 2.57 (setmaxnreg.dec to more than the launch's 128 registers
+//      is an illegal instruction: that state never ran). Busy in the same runs, in percent of the peak:
+//          float32 T640: tensor pipe 41, L2 71, load/store data pipe 65, issue slots 30; T160: 38, 75, 61, 30
+//          integers T640: tensor pipe 28, L2 89 (6.6 TB/s), load/store data pipe 52: bound by the additions in L2
+//          H128 S2048 (380 valid): 36, 39, 60, 28, on 120 multiprocessors: bound by the chain of roles
 //   H128 S2048, 895 valid ids of 10240 keys: cluster of four 3.53, integers 4.12; clusters of two that add twice 3.23, 5.50.
 //      30 clusters of four run at once (120 of 132 multiprocessors), and trading products takes 2000 clocks a block.
 #include "sparse_attention_bwd_sm90_results.cuh"
