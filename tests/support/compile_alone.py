@@ -8,6 +8,7 @@ loading of the finished module.
 
 from __future__ import annotations
 
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -60,4 +61,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the parent shell ignores it
     sys.exit(main(sys.argv[1:]))
