@@ -202,8 +202,9 @@ def flatten_sparse_indices(topk_idxs: Any, kv_sequence: int) -> Any:
     Source: the step between the ids and the cudnn layout of plan_dsv4_sparse_indices.
     """
     spec = contract.check_flatten(topk_idxs, kv_sequence)
+    twin = "plan_dsv4_sparse_indices"
     impl: Any
-    match pick("flatten_sparse_indices", "auto", spec.library, offered=OFFERED):
+    match pick("flatten_sparse_indices", "auto", spec.library, offered=OFFERED, twin=twin):
         case "numba":
             from . import numba_cuda as impl
         case _:
