@@ -65,14 +65,33 @@ def _cudnn_missing() -> str | None:
     return None
 
 
-def pick(op: str, backend: str, library: str, *, offered: tuple[str, ...], argument: str = "backend") -> str:
+def _for_torch(op: str, twin: str) -> str:
+    """What to do with torch tensors that an array function got."""
+    if not twin:
+        return "dsv4cp.torch_ops has no such function; pass x.numpy() or cupy.from_dlpack(x)"
+    if twin.endswith("_grad"):  # there autograd does it
+        return f"import dsv4cp.torch_ops and differentiate dsv4cp.torch_ops.{twin[:-5]}"
+    return f"import dsv4cp.torch_ops and call dsv4cp.torch_ops.{twin}"
+
+
+def pick(
+    op: str,
+    backend: str,
+    library: str,
+    *,
+    offered: tuple[str, ...],
+    argument: str = "backend",
+    twin: str | None = None,
+) -> str:
     """The backend that runs `op` on arrays of `library`; `argument` is what the op calls `backend`.
+
+    `twin` is the op's name in dsv4cp.torch_ops where that is another one, "" where it has none there.
 
     Raises TypeError for torch tensors (dsv4cp.torch_ops takes them), ValueError for an unknown backend
     name, RuntimeError saying what is missing when a backend asked for by name cannot run.
     """
     if library == "torch":
-        raise TypeError(f"{op}: got torch tensors; use dsv4cp.torch_ops.{op} for them")
+        raise TypeError(f"{op}: got torch tensors; {_for_torch(op, op if twin is None else twin)}")
     if not isinstance(backend, str) or backend not in BACKENDS:  # an array has no truth value to look up by
         raise ValueError(f"{argument}: expected one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
     if backend == "reference":

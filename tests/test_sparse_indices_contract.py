@@ -88,7 +88,7 @@ def test_build_refuses(more, error, words):
         ((torch.zeros(1, 1, 1, dtype=torch.int64), 5), TypeError, "torch_ops"),
         ((IDS, -1), ValueError, "kv_sequence"),
         ((IDS, 5.0), TypeError, "kv_sequence"),
-        ((IDS, 5, "numba"), ValueError, "backend: expected one of 'reference', 'cuda', 'cudnn'"),
+        ((IDS, 5, "numba"), ValueError, "backend: expected one of 'auto', 'reference', 'cuda', 'cudnn'"),
         ((IDS, 5, "flat"), ValueError, "backend"),
         ((IDS, 5, None), ValueError, "backend"),
         ((IDS, 5, "cudnn", 1), TypeError, "all_rows_nonempty: expected a bool"),

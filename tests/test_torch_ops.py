@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
 import typing
@@ -267,8 +268,11 @@ ARRAY_CALLS = {
 
 @pytest.mark.parametrize("name", ARRAY_CALLS)
 def test_array_functions_send_torch_tensors_here(name):
-    with pytest.raises(TypeError, match="torch_ops"):
+    with pytest.raises(TypeError, match="torch_ops") as caught:
         ARRAY_CALLS[name](getattr(dsv4cp, name))
+    named = re.findall(r"dsv4cp\.torch_ops\.(\w+)", str(caught.value))
+    assert all(hasattr(torch_ops, function) for function in named)
+    assert bool(named) != ("has no such function" in str(caught.value))
 
 
 def test_every_array_function_was_asked():

@@ -50,9 +50,13 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError("--from draws a record: say where to with --plot FILE.png")
         if options.plot:
             bench_plot.check(options.plot)
-        found = bench_plot.read_record(options.recorded) if options.recorded else None
     except (RuntimeError, ValueError) as problem:
         error.print(f"bench: --plot: {problem}")
+        return 2
+    try:
+        found = bench_plot.read_record(options.recorded) if options.recorded else None
+    except ValueError as problem:
+        error.print(f"bench: --from: {problem}")
         return 2
     if found is not None:
         return _draw(options.plot, found, console, error)

@@ -36,6 +36,8 @@ def run(options: argparse.Namespace) -> int:
     console.print("\nOps and backends")
     print_table(console, ops_table())
     console.print('"-": this version has no such backend for the op. "auto" takes the reference for NumPy arrays.')
+    if missing("cuda") is not None:
+        console.print('"auto, CuPy" is empty: CuPy arrays need a GPU, and CuPy can use none here.')
     reasons = unavailable()
     if reasons:
         console.print("\nWhat cannot run on this machine, and why")
@@ -58,7 +60,7 @@ def ops_table() -> Table:
         table.add_column(name, no_wrap=True)
     gpu = missing("cuda") is None
     for op, offered in offers.ops():
-        taken = offers.auto(offered, "cupy") if gpu else "-"
+        taken = offers.auto(offered, "cupy") if gpu else ""
         table.add_row(op, *(state(b, offered) for b in BACKENDS[1:]), taken)
     return table
 

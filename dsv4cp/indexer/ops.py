@@ -186,8 +186,9 @@ def extract_indexer_topk_scores(logits: Any, topk_indices: Any, *, backend: str 
     Errors as in dsv4_indexer_scores.
     """
     spec = contract.check_extract(logits, topk_indices)
+    op = "extract_indexer_topk_scores"
     impl: Any
-    match pick("extract_indexer_topk_scores", backend, spec.library, offered=EXTRACT_OFFERED):
+    match pick(op, backend, spec.library, offered=EXTRACT_OFFERED, twin=f"{op}_torch"):
         case "numba":
             from . import numba_cuda as impl
         case _:
@@ -250,7 +251,7 @@ def dsv4_indexer_topk(
         return_scores,
         documents,
     )
-    chosen = pick("dsv4_indexer_topk", backend, spec.library, offered=OFFERED)
+    chosen = pick("dsv4_indexer_topk", backend, spec.library, offered=OFFERED, twin="")
     impl: Any
     match contract_kernels.within(chosen, backend, q, pooled_kv, weights):
         case "cuda":
@@ -274,7 +275,7 @@ def select_indexer_topk(
     (float64 for float64 scores), -inf where the id is -1. Errors as in dsv4_indexer_scores.
     """
     spec = contract.check_select(scores, topk, order, return_scores)
-    chosen = pick("select_indexer_topk", backend, spec.library, offered=OFFERED)
+    chosen = pick("select_indexer_topk", backend, spec.library, offered=OFFERED, twin="")
     impl: Any
     match contract_kernels.within_selection(chosen, backend, scores):
         case "cuda":

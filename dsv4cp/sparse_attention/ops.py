@@ -214,7 +214,8 @@ def dense_attention_topk(q: Any, kv: Any, sinks: Any, topk_idxs: Any, sm_scale: 
     Source: the same definition, summed over keys instead of slots.
     """
     spec = contract.check(q, kv, sinks, topk_idxs, sm_scale, plans=False)
-    pick("dense_attention_topk", "reference", spec.library, offered=DENSE_OFFERED)
+    twin = "dense_attention_topk_torch"
+    pick("dense_attention_topk", "reference", spec.library, offered=DENSE_OFFERED, twin=twin)
     from . import reference as impl
 
     return impl.dense(q, kv, sinks, topk_idxs, spec)

@@ -195,7 +195,7 @@ def check_plan(topk_idxs: Any, kv_sequence: Any, layout: Any, all_rows_nonempty:
     shared = facts(topk_idxs=topk_idxs)
     require_dtype("topk_idxs", topk_idxs, INTEGERS)
     if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise ValueError(f"backend: expected one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
+        raise ValueError(f"backend: expected one of {', '.join(map(repr, ('auto', *LAYOUTS)))}, got {layout!r}")
     if not isinstance(all_rows_nonempty, (bool, np.bool_)):
         raise TypeError(f"all_rows_nonempty: expected a bool, got {type(all_rows_nonempty).__name__}")
     return _plan_spec(topk_idxs, kv_sequence, layout, bool(all_rows_nonempty), shared)

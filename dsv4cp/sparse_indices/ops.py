@@ -78,7 +78,8 @@ def build_dsv4_sparse_topk_indices(
         A negative position sees nothing. Positions are not compared with vanilla_key_len: window ids from
         there on name compressed entries.
     vision_token_types: [B, S], or [B, vanilla_key_len] under q_positions: the types of all keys, of which the
-        query takes the one at its position. One axis is enough when B = 1.
+        query takes the one at its position. One axis is enough when B = 1. It takes a max_image_tokens > 0: with
+        the default 0 it is not looked at.
     q_segment_ids, q_local_positions: [B, S]. pooled_segment_ids, pooled_positions: [B, n_pooled].
     dtype: int64 (None) or int32, as a name or a dtype.
     like: an array whose library and device the result gets; needed only where no other array says so.
@@ -202,8 +203,9 @@ def flatten_sparse_indices(topk_idxs: Any, kv_sequence: int) -> Any:
     Source: the step between the ids and the cudnn layout of plan_dsv4_sparse_indices.
     """
     spec = contract.check_flatten(topk_idxs, kv_sequence)
+    twin = "plan_dsv4_sparse_indices"
     impl: Any
-    match pick("flatten_sparse_indices", "auto", spec.library, offered=OFFERED):
+    match pick("flatten_sparse_indices", "auto", spec.library, offered=OFFERED, twin=twin):
         case "numba":
             from . import numba_cuda as impl
         case _:
