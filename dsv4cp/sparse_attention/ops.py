@@ -174,15 +174,6 @@ def dsv4_sparse_attention_grad(
             workspace_bytes=int(backward_workspace_bytes),
         )  # fmt: skip
     chosen = contract.within_kernels(chosen, backend, q, kv)
-    if chosen == "cudnn":
-        from . import cudnn
-
-        contract_cudnn.require(q, kv, spec, cudnn.major(q))
-        return cudnn.backward(
-            grad_out, q, kv, sinks, contract_cudnn.ids(plan, topk_idxs, spec), out, lse, spec,
-            all_rows_nonempty=bool(all_rows_nonempty), deterministic=backward_impl == "deterministic",
-            workspace_bytes=int(backward_workspace_bytes),
-        )  # fmt: skip
     contract.check_fixed_order(chosen, spec.library, backward_impl)
     ids = contract.plan_ids(plan, topk_idxs, _plans(chosen, backend, spec.library), spec)
     cap = int(backward_workspace_bytes)
