@@ -159,6 +159,7 @@ def test_the_other_main_kernel_gets_the_calls_that_fit(monkeypatch, launches, sh
     asked, made = [], []
     monkeypatch.setattr(cuda_bwd, "forced_path", None)
     monkeypatch.setattr(cuda_bwd_sm90, "fits", lambda spec, device: asked.append(spec.batch) or True)
+    monkeypatch.setattr(cuda_bwd_sm90, "describes", lambda *_: True)
     monkeypatch.setattr(cuda_bwd_sm90, "launch", lambda **arguments: made.append(arguments) or taken)
     launch(spec_of(d=64), True, cap=8 * 64 * 64, stream=7)
     assert asked == [2], "once for the call, not for its passes"
@@ -172,6 +173,28 @@ def test_the_other_main_kernel_gets_the_calls_that_fit(monkeypatch, launches, sh
     monkeypatch.setattr(cuda_bwd_sm90, "fits", lambda spec, device: False)
     launch(spec_of())
     assert len(named(launches, MAIN)) == 1
+
+
+@pytest.mark.parametrize("reversed_array", ["q", "grad_out"])
+def test_passes_do_not_change_the_main_kernel(monkeypatch, launches, shared, reversed_array):
+    # The driver takes a reversed batch axis of one row, but not of two: passes over one row must not notice.
+    monkeypatch.setattr(cuda_bwd, "forced_path", None)
+    monkeypatch.setattr(cuda_bwd_sm90, "fits", lambda spec, device: True)
+    described = []
+
+    def tensor_map(address, sizes, strides, dtype, heads):
+        described.append((address, sizes, strides))
+        return None if any(step < 0 for step, size in zip(strides, sizes, strict=True) if size > 1) else object()
+
+    monkeypatch.setattr(cuda_bwd_sm90, "tensor_map", tensor_map)
+    monkeypatch.setattr(cuda_bwd_sm90, "launch", lambda **_: pytest.fail("this pass would have other bits"))
+    strides = {"q": (2560, 512, 64, 1), "grad_out": (2560, 512, 64, 1)}
+    strides[reversed_array] = (-2560, 512, 64, 1)
+    at = launch(
+        spec_of(d=64), True, cap=8 * 64 * 64, **{f"{name}_strides": of for name, of in strides.items()}
+    )
+    assert [x.defines["PARTS"] for x in named(launches, MAIN)] == [1, 2, 2, 2, 2]
+    assert described == [(at[name], (8, 5, 2), strides[name][2::-1]) for name in ("q", "grad_out")]
 
 
 def test_a_device_without_the_memory_is_told(monkeypatch, shared, launches):

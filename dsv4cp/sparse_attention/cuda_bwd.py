@@ -5,9 +5,9 @@ Work is queued on CuPy's current stream, or the one given; nothing waits for it.
 (cuda_bwd_passes.py): prep, and for sums of fixed order select and exponents. A pass: zero the sums, the main kernel,
 finish.
 
-The main kernel is either of two behind one interface, cuda_bwd_sm90 where it fits the call, else cuda_bwd_mma:
+The main kernel is either of two behind one interface, cuda_bwd_sm90 where it fits the call and the driver can describe
+the call's strides, else cuda_bwd_mma:
 
-    fits(spec, device) -> bool
     launch(*, grad_out, q, kv, ids, log2_total, delta, grad_q, sums, exponents, spec, dtype, grad_out_strides,
            q_strides, kv_strides, deterministic, key_first, key_last, parts, stream) -> bool
 
@@ -76,7 +76,7 @@ def launch_backward(
     _prep(grad_out, q, sinks, out, lse, at, spec, element, strides, deterministic, stream)
     if deterministic:
         _exponents(kv, ids, at, spec, element, kv_strides, stream)
-    main = _main(spec, cupy.cuda.runtime.getDevice())
+    main = _main(grad_out, q, grad_out_strides, q_strides, spec, dtype)
     finish = _kernels.kernel(FINISH, "sparse_attention_bwd_finish", defines=_finish(element, deterministic))
     per_head, per_row = 4 * spec.queries * spec.heads, 2 * spec.queries * spec.heads * spec.dim
     for b, b_end, key, key_end, parts in passes(spec, plan):
@@ -124,9 +124,16 @@ def launch_backward(
     _sinks(sinks, grad_sinks, at, spec, element, deterministic, stream)
 
 
-def _main(spec: Spec, device: int) -> Any:
-    """The main kernel's module; it does not depend on how the work is cut into passes."""
-    hopper = forced_path != "portable" and cuda_bwd_sm90.fits(spec, device)
+def _main(
+    grad_out: int, q: int, grad_out_strides: tuple[int, ...], q_strides: tuple[int, ...], spec: Spec, dtype: str
+) -> Any:
+    """The main kernel's module. It does not depend on how the work is cut into passes: strides are asked about for the
+    whole call, since those of a reversed batch axis do not hinder a pass over one batch row."""
+    hopper = (
+        forced_path != "portable"
+        and cuda_bwd_sm90.fits(spec, cupy.cuda.runtime.getDevice())
+        and cuda_bwd_sm90.describes(grad_out, q, grad_out_strides, q_strides, spec, dtype)
+    )
     return cuda_bwd_sm90 if hopper else cuda_bwd_mma
 
 

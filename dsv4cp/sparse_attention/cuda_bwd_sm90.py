@@ -42,6 +42,13 @@ def fits(spec: Spec, device: int) -> bool:
     )
 
 
+def describes(
+    grad_out: int, q: int, grad_out_strides: tuple[int, ...], q_strides: tuple[int, ...], spec: Spec, dtype: str
+) -> bool:
+    """Whether the driver can describe the strides of q and grad_out (reversed axes it cannot)."""
+    return all(x is not None for x in _maps(grad_out, q, grad_out_strides, q_strides, spec, dtype))
+
+
 def launch(
     *, grad_out: int, q: int, kv: int, ids: int, log2_total: int, delta: int, grad_q: int, sums: int, exponents: int,
     spec: Spec, dtype: str, grad_out_strides: tuple[int, ...], q_strides: tuple[int, ...], kv_strides: tuple[int, ...],
@@ -50,12 +57,8 @@ def launch(
     """Queues the call; False where the driver cannot describe the strides of q or grad_out, and nothing was queued."""
     import cupy
 
-    sizes = (spec.heads, spec.queries, spec.batch)
-    maps = [
-        tensor_map(x, sizes, strides[2::-1], dtype, BOX_HEADS)
-        for x, strides in ((q, q_strides), (grad_out, grad_out_strides))
-    ]
-    if maps[0] is None or maps[1] is None:
+    q_map, grad_out_map = _maps(grad_out, q, grad_out_strides, q_strides, spec, dtype)
+    if q_map is None or grad_out_map is None:
         return False
     device = cupy.cuda.runtime.getDevice()
     blocks = 1 if spec.heads <= HEADS else 2
@@ -71,8 +74,8 @@ def launch(
         block=THREADS,
         shared_bytes=SHARED_BYTES[blocks, deterministic],
         stream=stream,
-        q_map=maps[0],
-        grad_out_map=maps[1],
+        q_map=q_map,
+        grad_out_map=grad_out_map,
         kv=np.uintp(kv),
         ids=np.uintp(ids),
         log2_total=np.uintp(log2_total),
@@ -94,6 +97,17 @@ def launch(
         scale2=scale2,
     )
     return True
+
+
+def _maps(
+    grad_out: int, q: int, grad_out_strides: tuple[int, ...], q_strides: tuple[int, ...], spec: Spec, dtype: str
+) -> tuple[Any, Any]:
+    """The tensor maps of q and grad_out, None for what the driver refuses."""
+    sizes = (spec.heads, spec.queries, spec.batch)
+    return (
+        tensor_map(q, sizes, q_strides[2::-1], dtype, BOX_HEADS),
+        tensor_map(grad_out, sizes, grad_out_strides[2::-1], dtype, BOX_HEADS),
+    )
 
 
 @functools.cache
