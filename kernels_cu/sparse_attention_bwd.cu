@@ -84,9 +84,10 @@ typedef i64 Sum;
 typedef float Sum;
 #endif
 
-// Whether rounding makes x infinite; bfloat16 reaches as far as float32.
-template <typename E> DEVICE bool overflows(float) { return false; }
-template <> DEVICE bool overflows<Float16>(float x) { return fabsf(x) >= 65520.0f; }
+// Whether x is infinite once it is rounded, or NaN.
+template <typename E> DEVICE bool overflows(float x);
+template <> DEVICE bool overflows<BFloat16>(float x) { return !(fabsf(x) < __uint_as_float(0x7f7f8000u)); }
+template <> DEVICE bool overflows<Float16>(float x) { return !(fabsf(x) < 65520.0f); }
 
 // ---- Products ------------------------------------------------------------------------------------------
 
@@ -338,7 +339,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS == 8 ? 1 : 2)
                     p[e] = exists ? exp2_fast(s[j][e] * (scale * LOG2E) - total[e >> 1]) : 0.0f;
                     ds[e] = exists ? scale * p[e] * (t[j][e] - row_delta[e >> 1]) : 0.0f;
 #if FIXED
-                    // Beyond float16 the term is infinite: no bound of the inputs tells.
+                    // Beyond float16 the term is infinite, and where lse and scores, both rounded, lie so far apart that p
+                    // is (scores of 1e9): no bound of the inputs tells.
                     if (SUMS && overflows<Element>(ds[e]))
                         atomicMax(exponents + (int)load_u32(block_ids + key * 4), FIXED_BROKEN);
 #endif
