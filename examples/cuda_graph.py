@@ -1,4 +1,8 @@
-"""Capture a layer's calls in a CUDA graph and replay them on new numbers. Needs a GPU."""
+"""Capture a layer's calls in a CUDA graph and replay them on new numbers. Needs a GPU.
+
+A replay writes into the memory of all arrays of the capture, temporary ones too. CuPy's pool would give that of the
+temporary ones to the next array that asks: the capture has a pool of its own, which lives as long as the graph.
+"""
 
 import cupy
 import ml_dtypes
@@ -32,12 +36,15 @@ def layer():
 
 
 stream = cupy.cuda.Stream(non_blocking=True)
+pool = cupy.cuda.MemoryPool()
 with stream:
-    layer()  # compiles, and fills this stream's memory pool: a capture cannot allocate
-    stream.synchronize()
-    stream.begin_capture()
-    out, mixed = layer()  # keep them: the graph writes into their memory
-    graph = stream.end_capture()
+    with cupy.cuda.using_allocator(pool.malloc):
+        for _ in range(2):
+            layer()  # compiles, and fills the pool: a capture cannot allocate
+        stream.synchronize()
+        stream.begin_capture()
+        out, mixed = layer()  # the graph's results
+        graph = stream.end_capture()
 
     for attempt in range(3):
         q[...] = normal(1, S, H, D).astype(bf16)
