@@ -34,7 +34,7 @@ from tests.support.compare import check_frobenius, to_numpy  # noqa: E402
 
 SCALE = 512**-0.5
 LIMITS = {"out": "attention", "grad_q": "attention_grad", "grad_kv": "attention_grad", "grad_sinks": "sink_grad"}
-# S, H, ratio, top-k, slots, milliseconds that the wrapper took when the target was set
+# S, H, ratio, top-k, milliseconds that the wrapper took when the target was set
 LAYERS = {
     "S4096 H64 T640 (R4)": (4096, 64, 4, 512, 1.85),
     "S8192 H128 T1152 (R4)": (8192, 128, 4, 1024, 11.8),
