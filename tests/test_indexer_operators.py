@@ -51,6 +51,23 @@ def test_the_gradient_ignores_what_is_not_visible(dtype):
             check_close(y, want, "indexer_grad", name)
 
 
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("start", [0, 2])
+def test_entries_that_nobody_sees_may_hold_nan(start, graph):
+    seen = visible(start)
+    hidden = ~seen.any(axis=0)
+    assert hidden.any()
+    q, k, w = tensors(4)
+    k[:, torch.from_numpy(hidden)] = torch.nan
+    g = np.broadcast_to(np.where(seen, 1.0, 0.0), (q.shape[0], *seen.shape))
+    wanted = naive.indexer_scores_grad(g, q, torch.nan_to_num(k), w, SCALE, seen)
+    x = [y.requires_grad_() for y in (q, k, w)]
+    out = kernels.SCORES(*x, R, SCALE, start)
+    got = torch.autograd.grad(out, x, torch.ones_like(out), create_graph=graph)
+    for grad, want in zip(got, wanted, strict=True):
+        check_close(grad.detach(), want, "indexer_grad", "float32")
+
+
 def test_differentiable_twice():
     x = tensors(3, batch=1, queries=5, entries=2, heads=2, dim=3, dtype=torch.float64, grad=True)
 

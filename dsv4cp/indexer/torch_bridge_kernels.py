@@ -94,13 +94,15 @@ def _differentiated(
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """The gradients by torch's own differentiation of the reference, with a graph."""
     spec = contract.check_scores(q, pooled_kv, weights, compress_ratio, softmax_scale, query_start)
-    xp, leaves = spec.xp, (q, pooled_kv, weights)
-    wide = [xp.astype(x, spec.compute) for x in leaves]
+    xp, leaves, sees = spec.xp, (q, pooled_kv, weights), reference.Causal(spec, 0)
+    seen = min(spec.entries, sees.limit(spec.queries))  # entries behind them may hold NaN: products would carry 0 * NaN
+    wide = [xp.astype(x, spec.compute) for x in (q, pooled_kv[:, :seen], weights)]
     scores = reference.dense_scores(xp, wide[0], wide[1][:, None], wide[2], spec.softmax_scale)
-    seen = reference.Causal(spec, 0).mask(0, spec.queries, 0, spec.entries)
-    scores = torch.where(seen, scores, -torch.inf)
+    scores = torch.where(sees.mask(0, spec.queries, 0, seen), scores, -torch.inf)
     wanted = [x for x in leaves if x.requires_grad]
-    grads = iter(torch.autograd.grad(scores, wanted, grad_scores, create_graph=True, allow_unused=True))
+    grads = iter(
+        torch.autograd.grad(scores, wanted, grad_scores[:, :, :seen], create_graph=True, allow_unused=True)
+    )
     return tuple(next(grads) if x.requires_grad else None for x in leaves)
 
 
