@@ -292,6 +292,8 @@ def spec_like(b=1, s=1, h=4, k=8, d=D, dtype=ml_dtypes.bfloat16):
         (10, {"b": 2, "k": 2**21, "h": 128}, None),
         (10, {"b": 2, "k": 2**30 + 1}, "at most 2147483648 key rows"),
         (10, {"h": 129}, "at most 128 heads, got 129"),
+        (8, {}, "SM90 or SM100"),
+        (12, {}, "SM90 or SM100"),
     ],
 )
 def test_what_the_kernels_take(major, sizes, words):

@@ -8,6 +8,7 @@ from .._arrays import dtype_name, facts, require_dtype, require_shape
 from .contract import KERNEL_DTYPES, Spec, _plan_field, _require_plan, check_workspace
 
 DIM = 512  # head_dim of its kernels whose values are whole key rows
+MAJORS = (9, 10)  # of the GPUs that they are for: the first number of the compute capability
 MOST_HEADS = 128  # of its forward kernels, which SM100 has
 
 
@@ -22,6 +23,8 @@ class Ids(NamedTuple):
 def unfit(q: Any, kv: Any, spec: Spec, major: int) -> str | None:
     """Why cuDNN's kernels for GPUs of compute capability `major` cannot take these arrays, though they are valid
     arguments; None when they can."""
+    if major not in MAJORS:  # of several GPUs of a machine one may be another kind
+        return f"cuDNN's DSA kernels need a Hopper or Blackwell GPU (SM90 or SM100), got arrays on one of SM{major}x"
     for name, x in (("q", q), ("kv", kv)):
         if dtype_name(x) not in KERNEL_DTYPES:
             return f"{name}: cuDNN's kernels take bfloat16 or float16, got {dtype_name(x)}"
