@@ -4,7 +4,8 @@ python -m tests.gpu.check_indexer_grad [hopper|portable]... [errors|times|one]..
 
 A path by name leaves out the other. "one" makes a single call of each kind, for a profiler.
 
-Errors: relative Frobenius against a float64 oracle, hostile inputs, both modes. Times: the launches alone, medians.
+Errors: relative Frobenius against a float64 oracle, hostile inputs, both modes; exit status 1 when one is beyond LIMIT, a
+case fails, or bits differ. Times: the launches alone, medians.
 """
 
 from __future__ import annotations
@@ -19,7 +20,24 @@ from dsv4cp.indexer import contract, cuda_grad, cuda_grad_kernels
 from tests.support.indexer_gpu import dense_oracle_grad, inputs, layer_inputs, oracle_grad, oracle_scores
 
 
+LIMIT = 8e-3  # of gradients rounded to 16 bits, as tests/support/tolerances.py has it for attention's
+failures: list[str] = []
+
+
+def expect(right: bool, what: str) -> bool:
+    """`right`; where it is not, the exit status will say so."""
+    if not right:
+        failures.append(what)
+    return right
+
+
 def error(got, want) -> float:
+    found = _error(got, want)
+    expect(found <= LIMIT, f"error {found:.2e}")  # NaN too
+    return found
+
+
+def _error(got, want) -> float:
     got, want = cupy.asarray(got).astype(np.float64), cupy.asarray(want).astype(np.float64)
     if not bool((cupy.isnan(got) == cupy.isnan(want)).all()):
         return np.nan
@@ -69,6 +87,7 @@ def guarded(check, case, path) -> str:
     try:
         return check(case)
     except Exception as problem:
+        failures.append(type(problem).__name__)
         return f"{type(problem).__name__}: {str(problem)[:300]}"
     finally:
         cuda_grad_kernels.forced_path = None
@@ -81,7 +100,7 @@ def case_errors(case) -> str:
     want = oracle_scores(q, k, w, ids, 0.125)
     masked = cupy.isneginf(want)
     line = f"{error(cupy.where(masked, 0, scores), cupy.where(masked, 0, want)):9.1e}"
-    line += " " if bool((cupy.isneginf(scores) == masked).all()) else "!"
+    line += " " if expect(bool((cupy.isneginf(scores) == masked).all()), "masked slots") else "!"
     wants = oracle_grad(g, q, k, w, ids, 0.125)
     got = ()
     for fixed in (False, True):
@@ -89,7 +108,8 @@ def case_errors(case) -> str:
         line += "  " + " ".join(f"{error(a, b):8.1e}" for a, b in zip(got, wants, strict=True))
     cap = (8 * spec.index_dim + 4) * max(1, spec.entries // 3)
     again = cuda_grad.topk_scores_grad(g, q, k, w, ids, spec, deterministic=True, workspace_bytes=cap)
-    same = (bool((a.view(np.uint8) == b.view(np.uint8)).all()) for a, b in zip(got, again, strict=True))
+    pairs = zip(got, again, strict=True)
+    same = [expect(bool((a.view(np.uint8) == b.view(np.uint8)).all()), "bits in parts") for a, b in pairs]
     return line + "  " + " ".join(map(str, same))
 
 
@@ -167,3 +187,5 @@ if __name__ == "__main__":
     chosen = tuple(name for name in sys.argv[1:] if name in cuda_grad_kernels.PATHS) or cuda_grad_kernels.PATHS
     for name in [name for name in sys.argv[1:] if name not in cuda_grad_kernels.PATHS] or ["errors", "times"]:
         {"errors": errors, "times": times, "one": one}[name](chosen)
+    print(f"{len(failures)} failures", *dict.fromkeys(failures))
+    sys.exit(1 if failures else 0)
