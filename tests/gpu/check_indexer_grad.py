@@ -19,7 +19,6 @@ import numpy as np
 from dsv4cp.indexer import contract, cuda_grad, cuda_grad_kernels
 from tests.support.indexer_gpu import dense_oracle_grad, inputs, layer_inputs, oracle_grad, oracle_scores
 
-
 LIMIT = 8e-3  # of gradients rounded to 16 bits, as tests/support/tolerances.py has it for attention's
 failures: list[str] = []
 
