@@ -4,8 +4,8 @@ python -m tests.gpu.check_indexer_grad [hopper|portable]... [errors|times|one]..
 
 A path by name leaves out the other. "one" makes a single call of each kind, for a profiler.
 
-Errors: relative Frobenius against a float64 oracle, hostile inputs, both modes; exit status 1 when one is beyond LIMIT, a
-case fails, or bits differ. Times: the launches alone, medians.
+Errors: relative Frobenius against a float64 oracle, hostile inputs, both modes; exit status 1 when one is beyond LIMIT,
+a case fails, or bits differ. Times: the launches alone, medians.
 """
 
 from __future__ import annotations
