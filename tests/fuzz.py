@@ -234,10 +234,9 @@ def drive_hypothesis(session: Session, seed: int, cases: int, end: float) -> Non
         round_ += 1
 
 
-def watch(session: Session) -> None:
-    """Ends the process when nothing has finished for a long time, naming what was running."""
-    while True:
-        time.sleep(2.0)
+def watch(session: Session, over: threading.Event) -> None:
+    """Ends the process when nothing has finished for a long time, naming what was running; until `over`."""
+    while not over.wait(2.0):
         if time.monotonic() - session.beat > HUNG:
             print("HUNG: one of these has not come back:", flush=True)
             for case, _ in session.flying:
@@ -249,7 +248,8 @@ def watch(session: Session) -> None:
 def drive(session: Session, options: argparse.Namespace) -> int:
     """All cases of this process; the exit status."""
     end = time.monotonic() + options.seconds
-    threading.Thread(target=watch, args=(session,), daemon=True).start()
+    over = threading.Event()
+    threading.Thread(target=watch, args=(session, over), daemon=True).start()
     by_hypothesis = options.device == "cpu" and options.driver != "random"
     if by_hypothesis:
         try:
@@ -270,7 +270,9 @@ def drive(session: Session, options: argparse.Namespace) -> int:
                 [sys.executable, __file__, "--case", line], capture_output=True, text=True, timeout=120
             )
             print(f"  exit {done.returncode}: python tests/fuzz.py --case '{line}'", flush=True)
-        session.failures.append(session.flying[-1][0])
+        session.failures.append(session.flying[-1][0] if session.flying else {"lost": str(error)})
+    finally:
+        over.set()  # else it would end the process, a test's for one, long after this run
     return 1 if session.failures else 0
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import re
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -36,6 +38,16 @@ def test_a_short_run_finds_nothing(capsys):
     assert status == 0, text
     assert f"{CPU_CASES} cases, 0 refused, 0 failures" in text
     assert all(op in text for op in OPS)
+
+
+def test_nothing_of_a_run_watches_on_when_it_is_over(capsys):
+    """The watch ends a process in which no case comes back: it must not outlive the run and end this one."""
+    before = threading.active_count()
+    assert run(capsys, "--device", "cpu", "--seed", "1", "--cases", "3", "--seconds", "20", "--driver", "random")[0] == 0
+    end = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.05)
+    assert threading.active_count() <= before
 
 
 @pytest.mark.gpu
