@@ -43,7 +43,8 @@ def test_a_short_run_finds_nothing(capsys):
 def test_nothing_of_a_run_watches_on_when_it_is_over(capsys):
     """The watch ends a process in which no case comes back: it must not outlive the run and end this one."""
     before = threading.active_count()
-    assert run(capsys, "--device", "cpu", "--seed", "1", "--cases", "3", "--seconds", "20", "--driver", "random")[0] == 0
+    arguments = ("--device", "cpu", "--seed", "1", "--cases", "3", "--seconds", "20", "--driver", "random")
+    assert run(capsys, *arguments)[0] == 0
     end = time.monotonic() + 10
     while threading.active_count() > before and time.monotonic() < end:
         time.sleep(0.05)
