@@ -1,6 +1,6 @@
 // Shared by the indexer's gradient kernels: numbers of any float type, mma.sync and its loads, copies, additions to memory.
 #pragma once
-#include "common.cuh"
+#include "common_mma.cuh"
 
 // ---- Numbers whose type is known at run time -----------------------------------------------------------
 // Incoming gradients and head weights are few beside q and keys: one branch an element is cheaper than a kernel a type.
@@ -82,32 +82,6 @@ DEVICE void copy16_if(u32 to, const void* from, bool exists) {
 }
 DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> DEVICE void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
-
-// ---- Products of 16 x 8 tiles --------------------------------------------------------------------------
-
-DEVICE void load_matrices(u32 (&r)[4], u32 at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(at)
-                 : "memory");
-}
-DEVICE void load_matrices_transposed(u32 (&r)[4], u32 at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(at)
-                 : "memory");
-}
-
-#define MULTIPLY(TYPE)                                                                                           \
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, " \
-        "{%0, %1, %2, %3};"                                                                                      \
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                         \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
-
-// c[16][8] += a[16][16] b[16][8]
-template <typename E> DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1);
-template <> DEVICE void multiply<BFloat16>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { MULTIPLY("bf16"); }
-template <> DEVICE void multiply<Float16>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { MULTIPLY("f16"); }
 
 // ---- Arithmetic ----------------------------------------------------------------------------------------
 

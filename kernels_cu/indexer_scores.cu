@@ -17,7 +17,7 @@
 // tensor cores (mma.sync, 60 % of wgmma's rate) are about even, 850 to 1024 clocks for 256 entries and a query a
 // multiprocessor: S32768 P8192 at least 4.6 ms. Measured there, kernel alone: 6.44 to 7.02 ms in four runs, GEMM 780 to
 // 795 TFLOP/s.
-#include "common.cuh"
+#include "common_mma.cuh"
 
 #ifndef ELEMENT
 #define ELEMENT BFloat16
@@ -40,24 +40,6 @@ static_assert(AT_WEIGHTS + 2 * HEADS * 4 == SHARED_BYTES, "shared memory");
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
 // ---- Instructions --------------------------------------------------------------------------------------
-
-DEVICE void load_matrices(u32 (&r)[4], u32 at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(at)
-                 : "memory");
-}
-
-#define MULTIPLY(TYPE)                                                                                           \
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, " \
-        "{%0, %1, %2, %3};"                                                                                      \
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                         \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
-
-// c[16][8] += a[16][16] b[16][8]
-template <typename E> DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1);
-template <> DEVICE void multiply<BFloat16>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { MULTIPLY("bf16"); }
-template <> DEVICE void multiply<Float16>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { MULTIPLY("f16"); }
 
 // 16 bytes to shared memory in the background; zeros, and nothing read, unless `exists`.
 DEVICE void copy16(u32 to, const void* from, bool exists) {

@@ -4,7 +4,7 @@
 // keys at a time. Matrices of 16-bit elements lie row by row in shared memory, in 16-byte chunks that are swizzled by XOR with
 // the row, so that ldmatrix and the copies meet no bank conflict.
 #pragma once
-#include "common.cuh"
+#include "common_mma.cuh"
 
 typedef ELEMENT Element;
 
@@ -20,31 +20,6 @@ static_assert(WARPS % ROW_GROUPS == 0 && COLUMNS % 16 == 0, "how warps split the
 static_assert(P_CHUNKS <= 8 && COPY_ROWS % (CHUNKS < 32 ? 32 / CHUNKS : 1) == 0, "swizzle of P, copies");
 
 // ---- Instructions --------------------------------------------------------------------------------------
-
-DEVICE void load_matrices(u32 (&r)[4], u32 at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(at)
-                 : "memory");
-}
-
-DEVICE void load_matrices_transposed(u32 (&r)[4], u32 at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(at)
-                 : "memory");
-}
-
-#define MULTIPLY(TYPE)                                                                                           \
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, " \
-        "{%0, %1, %2, %3};"                                                                                      \
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                         \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
-
-// c[16][8] += a[16][16] b[16][8]
-template <typename E> DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1);
-template <> DEVICE void multiply<BFloat16>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { MULTIPLY("bf16"); }
-template <> DEVICE void multiply<Float16>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { MULTIPLY("f16"); }
 
 // 16 bytes to shared memory in the background; zeros, and nothing read, unless `exists`.
 DEVICE void copy16(u32 to, const void* from, bool exists) {
