@@ -275,8 +275,11 @@ def test_layers(way, shape, dtype):
 
 
 # Steeper softmaxes cancel digits in p (dp - delta), where delta comes from an `out` rounded to 16 bits: float64
-# arithmetic on that `out` is off by 4e-3 at scale 0.7; cuDNN was off by 8.4e-3 there, beyond the limit.
-@pytest.mark.parametrize("scale", [-0.1, 1e-30, 0.2])
+# arithmetic on that `out` is off by 4e-3 at scale 0.7.
+STEEP = pytest.mark.xfail(reason="cuDNN's own error there: 8.41e-3 seen on an H200, the limit is 8e-3", strict=False)
+
+
+@pytest.mark.parametrize("scale", [-0.1, 1e-30, 0.2, pytest.param(0.7, marks=STEEP)])
 def test_scale_of_any_sign(library, scale):
     inputs = random_inputs(b=1, s=5, h=8, d=D, t=100)
     grad = gradient_like(inputs[0])
