@@ -109,7 +109,9 @@ def check_gradients(grads, grad, inputs, scale=SCALE, dtype="bfloat16"):
     for g, w, like, kind in zip(grads, oracle_grad(grad, *inputs, scale), inputs, kinds, strict=False):
         check_like(g, dtype=like.dtype.name, shape=like.shape)
         check_frobenius(g, w, kind)
-        check_close(g, w, "attention_grad", dtype)
+        # The table is for rows of size 1; the first compressed row of a layer sums what 700 queries and 128 heads add.
+        size = np.maximum(np.sqrt(np.mean(to_numpy(w).astype(np.float64) ** 2, axis=-1, keepdims=True)), 1.0)
+        check_close(to_numpy(g).astype(np.float64) / size, to_numpy(w) / size, "attention_grad", dtype)
 
 
 def test_the_oracle_is_the_plain_one():
