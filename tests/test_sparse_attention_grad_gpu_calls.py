@@ -3,7 +3,6 @@ graphs, torch.compile, and a layer that learns."""
 
 from __future__ import annotations
 
-
 import numpy as np
 import pytest
 
