@@ -105,8 +105,16 @@ def facts(**arrays: Any) -> ArrayFacts:
 def dtype_name(x: Any) -> str:
     """The dtype of an array, or a dtype itself, as a bare name: 'bfloat16', 'float32', 'int64', 'bool'."""
     dtype = getattr(x, "dtype", x)
+    if isinstance(dtype, np.dtype):
+        return _numpy_name(dtype)
     name = getattr(dtype, "name", None) or str(dtype)
     return name.rpartition(".")[2]
+
+
+@functools.lru_cache(maxsize=256)
+def _numpy_name(dtype: np.dtype) -> str:
+    """NumPy builds this string anew each time, in Python: a call of the package asks a dozen times."""
+    return dtype.name.rpartition(".")[2]
 
 
 def require_dtype(name: str, x: Any, allowed: tuple[str, ...]) -> str:
@@ -121,8 +129,13 @@ def require_shape(name: str, x: Any, symbols: str, **sizes: int) -> tuple[int, .
     """The shape of x if it fits `symbols` ("B S H D"), where keywords fix the sizes already known."""
     want = symbols.split()
     shape = tuple(x.shape)
-    shown = "[" + ", ".join(f"{s}={sizes[s]}" if s in sizes else s for s in want) + "]"
-    if len(shape) != len(want) or any(sizes.get(s, n) != n for s, n in zip(want, shape, strict=True)):
+    fits = len(shape) == len(want)
+    if fits:
+        for symbol, size in zip(want, shape, strict=True):
+            if symbol in sizes and sizes[symbol] != size:
+                fits = False
+    if not fits:
+        shown = "[" + ", ".join(f"{s}={sizes[s]}" if s in sizes else s for s in want) + "]"
         raise ValueError(f"{name}: expected shape {shown}, got {list(shape)}")
     return shape
 

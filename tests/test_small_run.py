@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 pytest.importorskip("torch")
@@ -22,6 +24,17 @@ def test_cases_are_right_on_the_reference(name):
         v = Verdict(detail=True)
         op.judge(small_run.HOST, case, held, got, v)
         assert not v.failed(), v.notes
+
+
+def test_paths_are_set_in_modules_whatever_else_sys_modules_holds(monkeypatch):
+    from dsv4cp.sparse_attention import cuda
+
+    monkeypatch.setattr(cuda, "forced_path", "unset")
+    for module in list(sys.modules.values()):  # what paths() sets, this test gives back
+        if getattr(module, "__name__", "").startswith("dsv4cp.") and hasattr(module, "forced_path"):
+            monkeypatch.setattr(module, "forced_path", module.forced_path)
+    monkeypatch.setitem(sys.modules, "not_a_module", object())
+    assert [(path, cuda.forced_path) for path in small_run.paths()] == [(None, None), ("portable", "portable")]
 
 
 def test_kernels_are_read_off_the_sources():

@@ -95,8 +95,8 @@ def cases(name: str) -> Iterator[dict[str, Any]]:
 def paths() -> Iterator[str | None]:
     """The path that this GPU gets, then the portable one of every module that has several."""
     for path in (None, "portable"):
-        for module in list(sys.modules.values()):
-            if module.__name__.startswith("dsv4cp.") and hasattr(module, "forced_path"):
+        for name, module in list(sys.modules.items()):  # not everything in there is a module
+            if name.startswith("dsv4cp.") and hasattr(module, "forced_path"):
                 module.forced_path = path
         yield path
 
