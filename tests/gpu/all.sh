@@ -27,7 +27,7 @@ step suite "$python" -m pytest -q -m gpu --require-gpu -n "$processes" --dist wo
 step cudnn "$python" -m pytest -q --require-gpu -n 4 --dist load --tb=short $cudnn # compiles for seconds a variant: few processes
 step long "$python" tests/gpu/check_long.py
 step fuzz "$python" tests/fuzz.py --device cuda --jobs 8 --cases 10400 --seconds 120 --seed 1
-step sanitize bash tests/gpu/sanitize.sh 300
+step sanitize bash tests/gpu/sanitize.sh 240
 step bench "$python" -m dsv4cp bench --peers --record "$folder/bench.json" --plot "$folder/bench.png"
 echo "failed: ${failed[*]:-nothing}"
 [ ${#failed[@]} = 0 ]

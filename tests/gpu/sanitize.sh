@@ -1,34 +1,51 @@
 #!/usr/bin/env bash
 # Every kernel under compute-sanitizer's memcheck, racecheck, initcheck and synccheck, side by side. Exit status 0: all clean.
 #
-#     bash tests/gpu/sanitize.sh [SECONDS, default 90]
+#     bash tests/gpu/sanitize.sh [SECONDS, default 240]
 #
-# Before the tools, kernels are compiled into CuPy's disk cache, and a run without a tool shows that results are right.
+# Before the tools, kernels are compiled into CuPy's disk cache, and runs without a tool show that results are right and
+# that every kernel runs. Each tool then has a process for each slice.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-limit=${1:-90}
+limit=${1:-240}
 python=${PYTHON:-python}
 sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | tail -1)
 [ -n "$sanitizer" ] || { echo "compute-sanitizer is not there (it comes with the CUDA toolkit)" >&2; exit 2; }
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
+slices="sinkhorn sparse_indices sparse_attention indexer"
+declare -A process
 
 "$python" tests/gpu/warm.py
-"$python" tests/gpu/small_run.py --list || { echo "the run without a tool fails" >&2; exit 1; }
-
-declare -A process
-for tool in memcheck racecheck initcheck synccheck; do
-  timeout "$limit" "$sanitizer" --tool "$tool" --error-exitcode 9 --print-limit 5 \
-    "$python" tests/gpu/small_run.py >"$folder/$tool" 2>&1 &
-  process[$tool]=$!
+for slice in $slices; do
+  timeout "$limit" "$python" tests/gpu/small_run.py --slice $slice --list >"$folder/plain.$slice" 2>&1 &
+  process[$slice]=$!
 done
 status=0
-for tool in memcheck racecheck initcheck synccheck; do
-  wait "${process[$tool]}"
-  code=$?
-  [ $code -eq 0 ] || status=1
-  echo "=== $tool: exit status $code; $(grep -c '^========= ' "$folder/$tool") lines; $(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' "$folder/$tool" | tail -1)"
-  if [ $code -ne 0 ]; then head -60 "$folder/$tool"; fi
+for slice in $slices; do
+  wait "${process[$slice]}" || { status=1; echo "the run of $slice without a tool fails" >&2; }
+  cat "$folder/plain.$slice"
+done
+[ $status = 0 ] || exit 1
+
+tools="memcheck racecheck initcheck synccheck"
+for slice in sparse_attention indexer sparse_indices sinkhorn; do
+  for tool in $tools; do
+    timeout "$limit" "$sanitizer" --tool "$tool" --error-exitcode 9 --print-limit 5 \
+      "$python" tests/gpu/small_run.py --slice $slice >"$folder/$tool.$slice" 2>&1 &
+    process[$tool.$slice]=$!
+  done
+done
+for tool in $tools; do
+  for slice in $slices; do
+    log=$folder/$tool.$slice
+    wait "${process[$tool.$slice]}"
+    code=$?
+    [ $code -eq 0 ] || status=1
+    calls=$(grep -E '^[0-9]+ calls' "$log")
+    echo "$tool, $slice: exit status $code; $(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' "$log" | tail -1); ${calls:-no end}"
+    if [ $code -ne 0 ]; then head -60 "$log"; fi
+  done
 done
 exit $status

@@ -1,14 +1,16 @@
 """Every kernel of this package on tiny arrays: what tests/gpu/sanitize.sh runs under compute-sanitizer.
 
-    python tests/gpu/small_run.py [--list]
+    python tests/gpu/small_run.py [--slice sinkhorn|sparse_indices|sparse_attention|indexer] [--list]
 
 Inputs are made on the CPU and uploaded, results are judged there by the fuzzer's oracle, and CuPy allocates without its
-pool, so that nearly nothing but this package's kernels runs on the GPU and each array is an allocation of its own. Exit
-status 1: a wrong result, or a kernel of kernels_cu/ or of a numba_cuda file that never ran.
+pool, so that nearly nothing but this package's kernels runs on the GPU and each array is an allocation of its own.
+--slice: the ops of one folder alone, for runs side by side. Exit status 1: a wrong result, or a kernel of kernels_cu/ or
+of a numba_cuda file that never ran.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import re
@@ -101,15 +103,15 @@ def paths() -> Iterator[str | None]:
         yield path
 
 
-def expected() -> set[str]:
-    """Names of all kernels there are."""
+def expected(part: str = "") -> set[str]:
+    """Names of all kernels there are, or of those of one slice."""
     found = set()
-    for file in sorted((ROOT / "kernels_cu").glob("*.cu")):
+    for file in sorted((ROOT / "kernels_cu").glob(f"{part}*.cu")):
         text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", file.read_text(encoding="utf-8"), flags=re.S)
         text = re.sub(r"__\w+__\s*\([^()]*\)", " ", text)  # __launch_bounds__(128)
         found |= set(re.findall(r'extern "C"\s+__global__[^;{}]*?\b(\w+)\s*\([^;{}]*\)\s*\{', text))
     if _backend.missing("numba") is None:
-        for file in sorted((ROOT / "dsv4cp").glob("*/numba_cuda*.py")):
+        for file in sorted((ROOT / "dsv4cp").glob(f"{part or '*'}/numba_cuda*.py")):
             module = importlib.import_module(f"dsv4cp.{file.parent.name}.{file.stem}")
             for name, x in vars(module).items():
                 options = getattr(x, "targetoptions", None)
@@ -160,12 +162,20 @@ def packed_ids() -> list[str]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--slice", default="", choices=sorted({slice_of(op) for op in OPS.values()}))
+    parser.add_argument("--list", action="store_true", help="how often each kernel ran")
+    options = parser.parse_args()
     start = time.perf_counter()
     cupy.cuda.set_allocator(None)
     record()
-    wrong, refused, done = packed_ids(), Counter(), 0
+    wrong: list[str] = packed_ids() if options.slice in ("", "sparse_attention") else []
+    refused: Counter[str] = Counter()
+    done = 0
     offered = dict(offers.ops())
     for name, op in OPS.items():
+        if options.slice not in ("", slice_of(op)):
+            continue
         for backend in offered.get(op.functions["array"], ()):
             if backend in ("reference", "cudnn") or _backend.missing(backend) is not None:
                 continue
@@ -186,7 +196,7 @@ def main() -> int:
                     done += 1
     for _ in paths():
         break
-    absent = sorted(expected() - set(ran))
+    absent = sorted(expected(options.slice) - set(ran))
     print("\n".join(wrong + [f"refused {n}: {text}" for text, n in refused.items()]))
     print(
         f"{done} calls, {len(wrong)} wrong, {sum(ran.values())} launches of {len(ran)} kernels, "
@@ -194,7 +204,7 @@ def main() -> int:
     )
     if absent:
         print("never ran: " + ", ".join(absent))
-    if "--list" in sys.argv:
+    if options.list:
         print("\n".join(f"{n:6d} {name}" for name, n in sorted(ran.items())))
     return 1 if wrong or absent else 0
 
