@@ -4,8 +4,8 @@
 
 Inputs are made on the CPU and uploaded, results are judged there by the fuzzer's oracle, and CuPy allocates without its
 pool, so that nearly nothing but this package's kernels runs on the GPU and each array is an allocation of its own.
---slice: the ops of one folder alone, for runs side by side. Exit status 1: a wrong result, or a kernel of kernels_cu/ or
-of a numba_cuda file that never ran.
+--slice: the ops of one folder alone, for runs side by side. Exit status 1: a wrong result, or a kernel of kernels_cu/
+or of a numba_cuda file that never ran.
 """
 
 from __future__ import annotations
