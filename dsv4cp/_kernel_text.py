@@ -29,7 +29,7 @@ SCALARS: dict[str, type] = {
     "float": np.float32,
     "double": np.float64,
 }
-
+STRUCTS: dict[str, int] = {"TensorMap": 128}  # structs passed by value, and their bytes
 
 
 def source_folder() -> Any:
@@ -96,12 +96,14 @@ class Parameter:
     name: str
     kind: type | None  # NumPy scalar type; None for a pointer, np.void for a struct passed by value
     dtype: Any  # what a pointer points to, None where any array will do
+    size: int = 0  # bytes of a struct
 
 
 def parameters(file: str, function: str) -> tuple[Parameter, ...]:
     """The parameter list of an extern "C" kernel, as the text declares it.
 
-    Raises FileNotFoundError for a missing file, ValueError for a function that the text does not define.
+    Raises FileNotFoundError for a missing file, ValueError for a function that the text does not define or a type that
+    is in neither SCALARS nor STRUCTS.
     """
     text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", expand(file), flags=re.S)
     found = re.search(rf"__global__[^;{{}}]*?\b{re.escape(function)}\s*\(([^;{{}}]*)\)\s*\{{", text)
@@ -115,4 +117,6 @@ def _parameter(declaration: str) -> Parameter:
     name, base = words[-1], " ".join(w for w in words[:-1] if w != "*")
     if "*" in words:
         return Parameter(name, None, np.dtype(SCALARS[base]) if base in SCALARS else None)
-    return Parameter(name, SCALARS.get(base, np.void), None)
+    if base not in SCALARS and base not in STRUCTS:
+        raise ValueError(f"{declaration.strip()}: {base} is a type of unknown width")
+    return Parameter(name, SCALARS.get(base, np.void), None, STRUCTS.get(base, 0))

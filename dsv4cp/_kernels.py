@@ -5,7 +5,8 @@ compiled code is kept in memory per device and on disk by CuPy, keyed by the exp
 
 One door launches: `launch()`. It takes kernel arguments by name, checks each against the parameter list in the
 CUDA text (kind, width, contiguity), and never lets an empty grid reach the driver. CuPy alone would pass
-a Python int as 64 bits, ignore strides and turn None into a null pointer. This file knows no slice.
+a Python int as 64 bits, ignore strides and turn None into a null pointer. What was checked is packed in the widths
+that the text declares (_kernel_arguments.py), and queued by the driver itself. This file knows no slice.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import functools
 import operator
 import os
 import re
+import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
+from ._kernel_arguments import ADDRESSES, Blocks, fitted, unpackable, with_bytes
 from ._kernel_cache import through_cache
 from ._kernel_report import CompileReport, kernel_reports
 from ._kernel_sizes import BLOCK_THREADS, GRID_LIMITS, launch_sizes
@@ -28,9 +29,9 @@ from ._kernel_text import Parameter, expand, parameters
 
 STANDARD = "-std=c++17"
 DEFAULT_SHARED = 48 * 1024  # bytes of dynamic shared memory a kernel may use without opting in
+NO_CONTEXT = 201  # cuda.h: CUDA_ERROR_INVALID_CONTEXT
 
 _lock = threading.RLock()
-_MISSING = object()
 
 
 # --- Kernels -------------------------------------------------------------------------------------------
@@ -54,16 +55,18 @@ class Kernel:
     defines: tuple[tuple[str, str], ...]
     arch: str | None  # None: the device's own
     parameters: tuple[Parameter, ...]
+    take: Callable[[dict[str, Any]], tuple[Any, ...]]  # the parameters' values in order; KeyError where one is missing
+    plain: tuple[tuple[type, ...], ...]  # types of values that need no further look: addresses of either type
+    blocks: Blocks
     loaded: dict[int, _Loaded] = field(default_factory=dict, repr=False)
-    take: Any = None  # the parameters' values out of a dict of arguments, in order; KeyError where one is missing
-    plain: tuple[type, ...] = ()  # types of values that need no further look
 
 
 def kernel(file: str, function: str, *, defines: Mapping[str, Any] | None = None, arch: str | None = None) -> Kernel:
     """The kernel `function` of kernels_cu/`file`, specialised by -D options; the same object for the same names.
 
     arch: "sm_90a" where the kernel needs it, else None for the device's own. Nothing is compiled yet.
-    Raises FileNotFoundError for a missing file, ValueError for a function that the text does not define.
+    Raises FileNotFoundError for a missing file, ValueError for a function that the text does not define or a parameter
+    of unknown width.
     """
     return _kernel(file, function, tuple((name, str(value)) for name, value in (defines or {}).items()), arch)
 
@@ -71,9 +74,10 @@ def kernel(file: str, function: str, *, defines: Mapping[str, Any] | None = None
 @functools.cache
 def _kernel(file: str, function: str, defines: tuple[tuple[str, str], ...], arch: str | None) -> Kernel:
     declared = parameters(file, function)
-    names, plain = tuple(p.name for p in declared), tuple(p.kind or np.uintp for p in declared)
+    names, blocks = tuple(p.name for p in declared), Blocks(declared)
+    plain = tuple(tuple(p.kind or address for p in declared) for address in ADDRESSES)
     take = operator.itemgetter(*names) if len(names) > 1 else lambda arguments: tuple(arguments[n] for n in names)
-    return Kernel(file, function, defines, arch, declared, take=take, plain=plain)
+    return Kernel(file, function, defines, arch, declared, take, plain, blocks)
 
 
 # --- The launch door -----------------------------------------------------------------------------------
@@ -92,84 +96,74 @@ def launch(
     """Queues one launch of `kernel`, compiling it first where needed. Does not wait for it.
 
     arguments: the kernel's parameters by name. A pointer takes a contiguous CuPy array of the dtype the text
-        declares, or np.uintp(address); a scalar takes the NumPy scalar of exactly its type (np.int64 for i64);
-        a struct takes a NumPy structured scalar or 0-d array.
+        declares, or an address as int or np.uintp: 64 bits either way; a scalar takes the NumPy scalar of exactly its
+        type (np.int64 for i64); a struct takes a NumPy structured scalar or array of its size in bytes.
     grid, block: 1 to 3 sizes. A grid with a 0 in it launches nothing and never reaches the driver.
     shared_bytes: dynamic shared memory; more than 48 KB is opted in to, with all of L1 given to shared memory.
     stream: None for CuPy's current one, an object with `.ptr`, or a cudaStream_t as int.
     device: where to launch; None for that of the first CuPy array, else the current one. It is current again
         afterwards whatever it was before.
 
-    Raises TypeError for a missing, unknown or unfit argument and ValueError for a non-contiguous array or sizes
-    out of range, each naming it; RuntimeError with the kernel's name where compiling, loading or launching fails,
-    naming the package to install where NVRTC or CUDA headers are missing.
+    Threads may launch at once. Raises TypeError for a missing, unknown or unfit argument and ValueError for a
+    non-contiguous array, an address or sizes out of range, each naming it; RuntimeError with the kernel's name where
+    compiling, loading or launching fails, naming the package to install where NVRTC or CUDA headers are missing.
     """
     try:
         values = kernel.take(arguments)
     except KeyError:
         values = ()
-    if tuple(map(type, values)) != kernel.plain or len(values) != len(arguments):
-        values, device = _fitted(kernel, arguments, device)
+    if tuple(map(type, values)) not in kernel.plain or len(values) != len(arguments):
+        values, device = fitted(kernel.function, kernel.parameters, arguments, device)
+    if kernel.blocks.structs:
+        values = with_bytes(kernel.function, kernel.parameters, values)
+    sizes: tuple[int, ...]
     if type(grid) is int and type(block) is int and 0 < grid <= GRID_LIMITS[0] and 0 < block <= BLOCK_THREADS:
-        grid, block = (grid, 1, 1), (block, 1, 1)  # what most launches have: looked at here, a call costs as much again
+        sizes = (grid, 1, 1, block, 1, 1)  # what most launches have: looked at here, a call costs as much again
     else:
         grid, block = launch_sizes(kernel.function, grid, block)
         if 0 in grid:
             return
-    if type(stream) is int:
-        stream = _stream(stream)
-    runtime = _runtime()
-    current = runtime.getDevice()
+        sizes = (*grid, *block)
+    cuda = _cuda()
+    current = cuda.runtime.getDevice()
     if device is None or device == current:
-        _queue(kernel, current, grid, block, values, shared_bytes, stream)
+        _queue(kernel, cuda, current, sizes, values, shared_bytes, stream)
         return
-    runtime.setDevice(device)
+    cuda.runtime.setDevice(device)
     try:
-        _queue(kernel, device, grid, block, values, shared_bytes, stream)
+        _queue(kernel, cuda, device, sizes, values, shared_bytes, stream)
     finally:
-        runtime.setDevice(current)
-
-
-def _fitted(kernel: Kernel, arguments: dict[str, Any], device: int | None) -> tuple[tuple[Any, ...], int | None]:
-    """The arguments in the parameters' order and the launch's device; TypeError or ValueError for what is unfit."""
-    values = tuple(arguments.get(p.name, _MISSING) for p in kernel.parameters)
-    for value, plain, parameter in zip(values, kernel.plain, kernel.parameters, strict=True):
-        if type(value) is not plain:
-            where = _fit(kernel, parameter, value)
-            device = where if device is None else device
-    if len(values) != len(arguments):
-        unknown = ", ".join(sorted(set(arguments) - {p.name for p in kernel.parameters}))
-        raise TypeError(f"{kernel.function}: {unknown}: no such parameter")
-    return values, device
-
-
-def _fit(kernel: Kernel, want: Parameter, value: Any) -> int | None:
-    """The device of a CuPy array, None for a struct; TypeError or ValueError for what does not fit the parameter."""
-    where = f"{kernel.function}: {want.name}"
-    if want.kind is not None:
-        if want.kind is not np.void or not isinstance(value, (np.void, np.ndarray)):
-            raise TypeError(f"{where}: expected {want.kind.__name__}, got {_kind(value)}")
-        return None
-    if not isinstance(value, _array_type()):
-        raise TypeError(f"{where}: expected a CuPy array or np.uintp, got {_kind(value)}")
-    if want.dtype is not None and value.dtype != want.dtype:
-        raise TypeError(f"{where}: expected dtype {want.dtype}, got {value.dtype}")
-    if not value.flags.c_contiguous:
-        raise ValueError(f"{where}: expected a contiguous array, got a strided one")
-    return value.data.device_id
+        cuda.runtime.setDevice(current)
 
 
 def _queue(
-    kernel: Kernel, device: int, grid: Any, block: Any, values: tuple[Any, ...], shared_bytes: int, stream: Any
-) -> None:
-    loaded = kernel.loaded.get(device) or _load(kernel, device)
+    kernel: Kernel, cuda: Any, device: int, sizes: tuple[int, ...], values: tuple[Any, ...], shared_bytes: int,
+    stream: Any, fresh_thread: bool = False,
+) -> None:  # fmt: skip
+    loaded, blocks = kernel.loaded.get(device) or _load(kernel, device), kernel.blocks
     try:
+        held = blocks.free.pop()
+    except IndexError:
+        held = blocks.new()
+    try:
+        blocks.pack(held.memory, 0, *values)
         if shared_bytes > loaded.shared_limit:
             _allow_shared(loaded, shared_bytes)
-        loaded.function(grid, block, values, shared_mem=shared_bytes, stream=stream)
+        if stream is None:
+            at = cuda.get_current_stream().ptr
+        else:
+            at = stream if type(stream) is int else stream.ptr
+        cuda.driver.launchKernel(loaded.function.ptr, *sizes, shared_bytes, at, held.table, 0)
+    except struct.error as error:
+        raise unpackable(kernel.function, kernel.parameters, values) from error
     except RuntimeError as error:  # CUDADriverError, CUDARuntimeError
-        asked = f"grid {grid}, block {block}, {shared_bytes} bytes of shared memory"
+        if getattr(error, "status", None) == NO_CONTEXT and not fresh_thread:
+            cuda.runtime.memGetInfo()  # the driver alone gives a thread no context, any call of the runtime does
+            return _queue(kernel, cuda, device, sizes, values, shared_bytes, stream, True)
+        asked = f"grid {sizes[:3]}, block {sizes[3:]}, {shared_bytes} bytes of shared memory"
         raise RuntimeError(f"{kernel.function}: launch failed: {error} ({asked})") from error
+    finally:
+        blocks.free.append(held)
 
 
 def _allow_shared(loaded: _Loaded, shared_bytes: int) -> None:
@@ -199,44 +193,17 @@ def _load(kernel: Kernel, device: int) -> _Loaded:
         return loaded
 
 
-def _kind(value: Any) -> str:
-    if value is _MISSING:
-        return "nothing"
-    return type(value).__name__ + (f" ({value.dtype})" if isinstance(value, np.ndarray) else "")
-
-
 @functools.cache
-def _array_type() -> Any:
-    import cupy
+def _cuda() -> Any:
+    import cupy.cuda
 
-    return cupy.ndarray
-
-
-@functools.cache
-def _runtime() -> Any:
-    from cupy.cuda import runtime
-
-    return runtime
+    return cupy.cuda
 
 
 def _raw_module() -> Any:
     import cupy
 
     return cupy.RawModule
-
-
-@functools.lru_cache(maxsize=1024)
-def _stream(pointer: int) -> Any:
-    return _Stream(pointer)
-
-
-class _Stream:
-    """A CUDA stream that someone else owns, as a launch reads it."""
-
-    __slots__ = ("ptr",)
-
-    def __init__(self, ptr: int) -> None:
-        self.ptr = ptr
 
 
 # --- Compiling -----------------------------------------------------------------------------------------

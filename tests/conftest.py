@@ -27,3 +27,16 @@ def pytest_runtest_setup(item):
     if item.config.getoption("--require-gpu"):
         pytest.fail(f"--require-gpu: {reason}", pytrace=False)
     pytest.skip(reason)
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch):
+    """A folder of CUDA text in place of kernels_cu."""
+    from dsv4cp import _kernel_text, _kernels
+
+    monkeypatch.setattr(_kernel_text, "source_folder", lambda: tmp_path)
+    for cached in (_kernel_text.expand, _kernels._kernel):
+        cached.cache_clear()
+    yield tmp_path
+    for cached in (_kernel_text.expand, _kernels._kernel):
+        cached.cache_clear()

@@ -65,6 +65,7 @@ BAD = [
     (rules.importing_loads_no_gpu_library, "dsv4cp/__init__.py", "import missing_module_xyz\n", "missing_module_xyz"),
     (rules.only_one_file_compiles_cuda, "dsv4cp/sinkhorn/cuda.py", "def f(cp):\n    cp.RawModule('')\n", "RawModule"),
     (rules.only_one_file_compiles_cuda, "dsv4cp/sinkhorn/cuda.py", "from cupy import RawKernel\n", "RawKernel"),
+    (rules.only_one_file_compiles_cuda, "dsv4cp/_numba.py", "def f(d):\n    d.launchKernel(1)\n", "launchKernel"),
     (rules.no_assert, "dsv4cp/sinkhorn/contract.py", "def f(x):\n    assert x\n", "assert"),
     (rules.no_function_is_named_like_a_folder, "dsv4cp/sinkhorn/ops.py", "def sinkhorn(x):\n    pass\n", "sinkhorn"),
     (rules.no_cuda_in_python_strings, "dsv4cp/sinkhorn/cuda.py", 'S = f"__global__ void {f}()"\n', "CUDA"),

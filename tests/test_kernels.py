@@ -1,5 +1,5 @@
 """CUDA text without a GPU: every file compiles for every architecture it claims, hot kernels do not spill, includes
-expand, and the launch door refuses what a kernel would misread.
+expand, and arguments are packed in the widths that the compiler gave the parameters.
 
 The compile tests print a table of registers, shared memory and spills: pytest -rP tests/test_kernels.py
 """
@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import importlib
 import re
-import threading
+import struct
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from dsv4cp import _kernel_text, _kernels  # noqa: E402
+from dsv4cp import _kernel_arguments, _kernel_text, _kernels  # noqa: E402
+from tests.support.cubin import kernel_parameters  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted(p.name for p in (ROOT / "kernels_cu").glob("*.cu"))
@@ -60,10 +60,17 @@ def test_compiles_and_hot_kernels_do_not_spill(file, arch, pytestconfig):
             spill = f"{k.spill_store_bytes}/{k.spill_load_bytes}"
             print(f"{name:<28}{arch:>6}{k.registers:>11}{k.shared_bytes:>8}{k.stack_bytes:>7}{spill:>13}  {shown}")
             seen.add(name)
+            assert packed_widths(file, name) == [width for _, width in kernel_parameters(report.cubin, name)], name
             if name in hot and k.spill_store_bytes + k.spill_load_bytes > 0:
                 spills.append(f"{name} sm_{arch} {shown}: {spill} bytes")
     assert not spills
     assert set(hot) <= seen
+
+
+def packed_widths(file: str, function: str) -> list[int]:
+    """Bytes that the launch door packs for each parameter."""
+    codes = [_kernel_arguments._code(p) for p in _kernel_text.parameters(file, function)]
+    return [struct.calcsize(code) for code in codes]
 
 
 def test_a_compiler_error_points_into_the_file():
@@ -76,15 +83,6 @@ def test_a_compiler_error_points_into_the_file():
 
 
 # --- The text ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def sources(tmp_path, monkeypatch):
-    """A folder of CUDA text in place of kernels_cu."""
-    monkeypatch.setattr(_kernel_text, "source_folder", lambda: tmp_path)
-    _kernel_text.expand.cache_clear()
-    yield tmp_path
-    _kernel_text.expand.cache_clear()
 
 
 def test_includes_expand_once_with_lines(sources):
@@ -135,7 +133,8 @@ def test_parameters_are_read_off_the_text(sources):
         "  /* unused */ unsigned flags, const __grid_constant__ TensorMap map, float const eps) {\n}\n"
         'extern "C" __global__ void g() {}\n'
     )
-    names = [(p.name, p.kind, p.dtype) for p in _kernel_text.parameters("a.cu", "f")]
+    declared = _kernel_text.parameters("a.cu", "f")
+    names = [(p.name, p.kind, p.dtype) for p in declared]
     assert names == [
         ("x", None, np.dtype(np.float32)),
         ("y", None, None),
@@ -145,10 +144,18 @@ def test_parameters_are_read_off_the_text(sources):
         ("map", np.void, None),
         ("eps", np.float32, None),
     ]
+    assert [p.size for p in declared if p.kind is np.void] == [128]
     assert _kernel_text.parameters("a.cu", "g") == ()
     for absent in ("other", "h"):
         with pytest.raises(ValueError, match=absent):
             _kernel_text.parameters("a.cu", absent)
+
+
+@pytest.mark.parametrize("kind", ["size_t", "long", "half", "Other"])
+def test_a_parameter_of_unknown_width_is_refused(sources, kind):
+    (sources / "a.cu").write_text(f'extern "C" __global__ void f(int n, const {kind} x) {{}}\n')
+    with pytest.raises(ValueError, match=f"const {kind} x: {kind} is a type of unknown width"):
+        _kernels.kernel("a.cu", "f")
 
 
 def test_sources_inside_the_package_come_first_then_those_beside_it(tmp_path, monkeypatch):
@@ -167,207 +174,6 @@ def test_sources_inside_the_package_come_first_then_those_beside_it(tmp_path, mo
 
 def test_this_checkout_finds_its_own_sources():
     assert (_kernel_text.source_folder() / "common.cuh").is_file()
-
-
-# --- The launch door -----------------------------------------------------------------------------------
-
-
-class Array:
-    """What the door looks at of a CuPy array."""
-
-    def __init__(self, contiguous=True, dtype="float32", device=0):
-        self.flags = SimpleNamespace(c_contiguous=contiguous)
-        self.dtype = np.dtype(dtype)
-        self.data = SimpleNamespace(device_id=device)
-
-
-class Driver:
-    """Stands for CuPy: records launches, attribute settings and the current device."""
-
-    def __init__(self, error=None):
-        self.launches, self.error, self.current, self.shared, self.compiled = [], error, 0, [], []
-
-    def __call__(self, grid, block, args, shared_mem=0, stream=None):
-        if self.error:
-            raise self.error
-        self.launches.append(SimpleNamespace(
-            grid=grid, block=block, args=args, shared=shared_mem, stream=stream, device=self.current
-        ))
-
-    # cupy.cuda.runtime
-    def getDevice(self):
-        return self.current
-
-    def setDevice(self, device):
-        self.current = device
-
-    # cupy.RawModule and cupy.RawKernel
-    def module(self, *, code, options):
-        self.compiled.append((code, options))
-        return self
-
-    def get_function(self, name):
-        return self
-
-    @property
-    def kernel(self):
-        return self
-
-    def __setattr__(self, name, value):
-        if name == "max_dynamic_shared_size_bytes":
-            self.shared.append(value)
-        super().__setattr__(name, value)
-
-
-@pytest.fixture
-def driver(monkeypatch):
-    made = Driver()
-    monkeypatch.setattr(_kernels, "_array_type", lambda: Array)
-    monkeypatch.setattr(_kernels, "_runtime", lambda: made)
-    monkeypatch.setattr(_kernels, "_raw_module", lambda: made.module)
-    return made
-
-
-@pytest.fixture
-def scale(sources):
-    """A kernel that exists as text only."""
-    (sources / "a.cu").write_text('extern "C" __global__ void scale(const float* x, u16* y, i64 n, float f) {}\n')
-    _kernels._kernel.cache_clear()
-    yield _kernels.kernel("a.cu", "scale", defines={"WIDTH": 4}, arch="sm_90a")
-    _kernels._kernel.cache_clear()
-
-
-def good(**changes) -> dict:
-    arguments = {"x": Array(), "y": np.uintp(256), "n": np.int64(3), "f": np.float32(2)}
-    return {"grid": 2, "block": 32, **arguments, **changes}
-
-
-def test_launches_in_declared_order_and_compiles_once(driver, scale):
-    given = good(stream=77)
-    _kernels.launch(scale, **dict(reversed(given.items())))
-    _kernels.launch(scale, **given)
-    assert [type(a) for a in driver.launches[0].args] == [Array, np.uintp, np.int64, np.float32]
-    assert (driver.launches[0].grid, driver.launches[0].block) == ((2, 1, 1), (32, 1, 1))
-    assert driver.launches[0].stream.ptr == 77
-    assert len(driver.launches) == 2
-    assert [options for _, options in driver.compiled] == [("-std=c++17", "-DWIDTH=4", "-arch=sm_90a")]
-    assert _kernels.kernel("a.cu", "scale", defines={"WIDTH": 4}, arch="sm_90a") is scale
-    assert _kernels.kernel("a.cu", "scale", defines={"WIDTH": 8}) is not scale
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "words"),
-    [
-        ({"n": 3}, TypeError, "n: expected int64, got int"),
-        ({"n": np.int32(3)}, TypeError, "n: expected int64, got int32"),
-        ({"n": None}, TypeError, "n: .*NoneType"),
-        ({"n": True}, TypeError, "n: .*bool"),
-        ({"f": 2.0}, TypeError, "f: expected float32, got float"),
-        ({"f": np.float64(2)}, TypeError, "f: expected float32, got float64"),
-        ({"x": None}, TypeError, "x: .*NoneType"),
-        ({"x": 4096}, TypeError, "x: .*int"),
-        ({"x": np.zeros(3, np.float32)}, TypeError, r"x: .*ndarray \(float32\)"),
-        ({"x": Array(dtype="float64")}, TypeError, "x: expected dtype float32, got float64"),
-        ({"x": Array(contiguous=False)}, ValueError, "x: .*contiguous"),
-        ({"z": np.int64(1)}, TypeError, "z: no such parameter"),
-        ({"grid": 2.0}, TypeError, "grid"),
-        ({"grid": (1, 1, 1, 1)}, TypeError, "grid"),
-        ({"grid": -1}, ValueError, "grid"),
-        ({"grid": 2**31}, ValueError, "grid"),
-        ({"grid": (1, 65536)}, ValueError, "grid"),
-        ({"block": 0}, ValueError, "block"),
-        ({"block": (33, 32)}, ValueError, "block"),
-        ({"block": (1, 1, 65)}, ValueError, "block"),
-    ],
-)
-def test_refusals_name_the_kernel_and_the_argument(driver, scale, changes, error, words):
-    with pytest.raises(error, match=f"^scale: {words}"):
-        _kernels.launch(scale, **good(**changes))
-    assert not driver.launches
-    assert not driver.compiled
-
-
-def test_a_missing_argument_is_named(driver, scale):
-    given = good()
-    del given["n"]
-    with pytest.raises(TypeError, match=r"^scale: n: expected int64, got nothing"):
-        _kernels.launch(scale, **given)
-
-
-@pytest.mark.parametrize("grid", [0, (0,), (3, 0), (0, 1, 1)])
-def test_an_empty_grid_reaches_nothing(driver, scale, grid):
-    _kernels.launch(scale, **good(grid=grid))
-    assert not driver.launches
-    assert not driver.compiled
-    with pytest.raises(TypeError, match="n: "):  # what is wrong with the arguments is said all the same
-        _kernels.launch(scale, **good(grid=grid, n=3))
-
-
-def test_launches_on_the_device_of_the_array_and_returns(driver, scale):
-    _kernels.launch(scale, **good(x=Array(device=2)))
-    _kernels.launch(scale, **good(x=np.uintp(16), device=1))
-    _kernels.launch(scale, **good(x=np.uintp(16)))
-    assert [launch.device for launch in driver.launches] == [2, 1, 0]
-    assert driver.current == 0
-    assert len(driver.compiled) == 3  # once per device
-    driver.error = RuntimeError("CUDA_ERROR_INVALID_VALUE")
-    with pytest.raises(RuntimeError):
-        _kernels.launch(scale, **good(x=Array(device=2)))
-    assert driver.current == 0
-
-
-def test_large_shared_memory_is_opted_in_to_once(driver, scale):
-    for size in (48 * 1024, 64 * 1024, 64 * 1024, 60 * 1024, 100 * 1024):
-        _kernels.launch(scale, **good(shared_bytes=size))
-    assert driver.shared == [64 * 1024, 100 * 1024]
-    assert [launch.shared for launch in driver.launches][-1] == 100 * 1024
-
-
-def test_driver_errors_carry_the_kernel_and_the_sizes(driver, scale):
-    driver.error = RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
-    with pytest.raises(RuntimeError, match=r"scale: launch failed: CUDA_ERROR_INVALID_VALUE.*grid \(2, 1, 1\)"):
-        _kernels.launch(scale, **good())
-
-
-def test_threads_compile_a_kernel_once(driver, scale):
-    start = threading.Barrier(8)
-
-    def call():
-        start.wait()
-        _kernels.launch(scale, **good())
-
-    threads = [threading.Thread(target=call) for _ in range(8)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert len(driver.compiled) == 1
-    assert len(driver.launches) == 8
-
-
-# --- What is missing is named --------------------------------------------------------------------------
-
-NO_NVRTC = RuntimeError('Failure finding "libnvrtc.so.13 or libnvrtc.so.12": No such file: libnvrtc.so.13')
-NO_HEADER = RuntimeError('a.cu(3): catastrophic error: cannot open source file "cuda_bf16.h"')
-
-
-@pytest.mark.parametrize(("major", "suffix"), [(13, ""), (12, "-cu12")])
-@pytest.mark.parametrize(
-    ("error", "package"),
-    [(NO_NVRTC, "nvidia-cuda-nvrtc"), (ImportError("libnvrtc.so.13: cannot open: No such file"), "nvidia-cuda-nvrtc"),
-     (NO_HEADER, "nvidia-cuda-runtime")],
-)  # fmt: skip
-def test_what_to_install_is_named(driver, scale, monkeypatch, major, suffix, error, package):
-    def fail(*args, **kwargs):
-        raise error
-
-    monkeypatch.setattr(_kernels, "_cuda_major", lambda: major)
-    monkeypatch.setattr(_kernels, "_raw_module", lambda: fail)
-    with pytest.raises(RuntimeError, match=rf"a\.cu: scale: .*pip install {package}{suffix}\n"):
-        _kernels.launch(scale, **good())
-    monkeypatch.setattr(_kernels, "_nvrtc", fail)
-    with pytest.raises(RuntimeError, match=rf"a\.cu for sm_90: .*pip install {package}{suffix}\n"):
-        _kernels.compile_cubin("a.cu", arch="90")
 
 
 def test_a_missing_header_is_named_by_the_real_compiler(sources):

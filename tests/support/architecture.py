@@ -19,6 +19,7 @@ OPTIONAL_ROLES = ("cuda", "numba_cuda", "cudnn")
 PARTS = {"indexer": ("selection",)}  # a phase that is an op of its own there
 PYTHON_LINES, CUDA_LINES = 320, 600
 MAY_IMPORT_TORCH = ("torch_ops", "torch_bridge", "_bridge", "_torch_backend")
+KERNELS_ALONE = ("RawModule", "RawKernel", "nvrtc", "launchKernel", "launchCooperativeKernel")
 GPU_LIBRARIES = ("cupy", "cupyx", "cuda", "cudnn", "numba", "torch")
 
 
@@ -128,19 +129,19 @@ def importing_loads_no_gpu_library(tree: Path) -> list[str]:
 
 
 def only_one_file_compiles_cuda(tree: Path) -> list[str]:
-    """RawModule, RawKernel and NVRTC are reached through _kernels.py alone."""
+    """RawModule, RawKernel, NVRTC and the driver's launches are reached through _kernels.py alone."""
     found = []
     for path in python_files(tree):
         if path.relative_to(tree).as_posix() == "dsv4cp/_kernels.py":
             continue
         for node in ast.walk(parsed(path)):
             name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
-            if name in ("RawModule", "RawKernel", "nvrtc"):
+            if name in KERNELS_ALONE:
                 found.append(f"{shown(tree, path, node)}: uses {name}")
         found += [
             f"{shown(tree, path, node)}: imports {name}"
             for name, node in imports(tree, path)
-            if name.rpartition(".")[2] in ("RawModule", "RawKernel", "nvrtc")
+            if name.rpartition(".")[2] in KERNELS_ALONE
         ]
     return found
 

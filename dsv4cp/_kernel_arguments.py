@@ -1,0 +1,149 @@
+"""Arguments of a launch: whether they fit the kernel's parameters, and the block of memory that the driver reads.
+
+A block holds each value in the width that the CUDA text declares, and a table of where each begins. This file knows no
+slice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ._kernel_text import Parameter
+
+# struct's codes of scalar parameters, which mean the same widths in C; a pointer is POINTER.
+CODES: dict[type, str] = {
+    np.bool_: "?",
+    np.int32: "i",
+    np.uint32: "I",
+    np.int64: "q",
+    np.uint64: "Q",
+    np.float32: "f",
+    np.float64: "d",
+}
+POINTER = "Q"
+ADDRESSES = (int, np.uintp)  # types that say an address: either is packed as the 64 bits of a pointer
+
+_MISSING = object()
+
+
+# --- What the driver reads -----------------------------------------------------------------------------
+
+
+class Block:
+    """Memory for the arguments of one launch at a time."""
+
+    __slots__ = ("_addresses", "memory", "table")
+
+    def __init__(self, size: int, offsets: Sequence[int]) -> None:
+        self.memory = bytearray(max(size, 1))
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self._addresses = (ctypes.c_void_p * max(len(offsets), 1))(*(base + offset for offset in offsets))
+        self.table = ctypes.addressof(self._addresses)  # kernelParams of cuLaunchKernel
+
+
+class Blocks:
+    """The blocks of one kernel. A launch pops one off `free` or makes a new one, and appends it to `free` afterwards:
+    the driver has copied the values by then.
+
+    No two launches share a block, since another thread may launch while the driver reads, and a destructor or signal
+    handler that launches may run in the same one. list.pop and list.append are atomic.
+    """
+
+    __slots__ = ("free", "offsets", "pack", "size", "structs")
+
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        codes = [_code(p) for p in parameters]
+        layout = struct.Struct("@" + "".join(codes))  # each value aligned as in C
+        ends = [struct.calcsize("@" + "".join(codes[: n + 1])) for n in range(len(codes))]
+        self.offsets = tuple(end - struct.calcsize("@" + code) for end, code in zip(ends, codes, strict=True))
+        self.size = layout.size
+        self.pack = layout.pack_into
+        self.structs = any(p.kind is np.void for p in parameters)
+        self.free: list[Block] = []
+
+    def new(self) -> Block:
+        """One more, for when `free` is empty."""
+        return Block(self.size, self.offsets)
+
+
+def _code(parameter: Parameter) -> str:
+    if parameter.kind is None:
+        return POINTER
+    return f"{parameter.size}s" if parameter.kind is np.void else CODES[parameter.kind]
+
+
+# --- What fits -----------------------------------------------------------------------------------------
+
+
+def fitted(
+    function: str, parameters: Sequence[Parameter], arguments: dict[str, Any], device: int | None
+) -> tuple[tuple[Any, ...], int | None]:
+    """The arguments in the parameters' order, arrays as addresses, and the launch's device.
+
+    TypeError or ValueError for what is missing, unknown or unfit, named with the kernel.
+    """
+    values = [arguments.get(p.name, _MISSING) for p in parameters]
+    for n, (value, parameter) in enumerate(zip(values, parameters, strict=True)):
+        if type(value) is parameter.kind or (parameter.kind is None and type(value) in ADDRESSES):
+            continue
+        _fit(f"{function}: {parameter.name}", parameter, value)
+        if parameter.kind is None:
+            values[n], where = value.data.ptr, value.data.device_id
+            device = where if device is None else device
+    if len(values) != len(arguments):
+        unknown = ", ".join(sorted(set(arguments) - {p.name for p in parameters}))
+        raise TypeError(f"{function}: {unknown}: no such parameter")
+    return tuple(values), device
+
+
+def _fit(where: str, want: Parameter, value: Any) -> None:
+    """TypeError or ValueError for all but a struct, where the parameter is one, or a CuPy array that fits it."""
+    if want.kind is not None:
+        if want.kind is not np.void or not isinstance(value, (np.void, np.ndarray)):
+            raise TypeError(f"{where}: expected {want.kind.__name__}, got {_kind(value)}")
+        return
+    if not isinstance(value, _array_type()):
+        raise TypeError(f"{where}: expected a CuPy array or an address (int or np.uintp), got {_kind(value)}")
+    if want.dtype is not None and value.dtype != want.dtype:
+        raise TypeError(f"{where}: expected dtype {want.dtype}, got {value.dtype}")
+    if not value.flags.c_contiguous:
+        raise ValueError(f"{where}: expected a contiguous array, got a strided one")
+
+
+def with_bytes(function: str, parameters: Sequence[Parameter], values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The values, structs as their bytes; TypeError for a struct of another size than the parameter's."""
+    packed = list(values)
+    for n, (parameter, value) in enumerate(zip(parameters, values, strict=True)):
+        if parameter.kind is np.void:
+            if value.nbytes != parameter.size:  # packing would cut or fill it
+                name = f"{function}: {parameter.name}"
+                raise TypeError(f"{name}: expected a struct of {parameter.size} bytes, got {value.nbytes}")
+            packed[n] = value.tobytes()
+    return tuple(packed)
+
+
+def unpackable(function: str, parameters: Sequence[Parameter], values: tuple[Any, ...]) -> Exception:
+    """What to raise where packing refused values of fitting types: an int beyond an address."""
+    for parameter, value in zip(parameters, values, strict=True):
+        if parameter.kind is None and not 0 <= value < 2**64:
+            return ValueError(f"{function}: {parameter.name}: expected an address of 64 bits, got {value}")
+    return RuntimeError(f"{function}: the arguments cannot be packed: {values}")
+
+
+def _kind(value: Any) -> str:
+    if value is _MISSING:
+        return "nothing"
+    return type(value).__name__ + (f" ({value.dtype})" if isinstance(value, np.ndarray) else "")
+
+
+@functools.cache
+def _array_type() -> Any:
+    import cupy
+
+    return cupy.ndarray
