@@ -22,11 +22,11 @@ def launches(monkeypatch):
     made = []
 
     def launch(kernel, *, grid, block, shared_bytes=0, stream=None, **arguments):
-        kinds = {p.name: p.kind or np.uintp for p in kernel.parameters}
+        kinds = {p.name: p.kind or int for p in kernel.parameters}
         assert arguments.keys() == kinds.keys()
         for name, value in arguments.items():
             assert type(value) is kinds[name], name
-        values = {name: value.item() for name, value in arguments.items()}
+        values = {n: v if kinds[n] is int else v.item() for n, v in arguments.items()}
         shape = {"grid": grid, "block": block, "shared": shared_bytes, "stream": stream}
         made.append(SimpleNamespace(kernel=kernel, **shape, **values))
 

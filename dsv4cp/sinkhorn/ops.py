@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from .._backend import pick
 from . import contract
 
 OFFERED = ("reference", "cuda", "numba")
+
+
+@functools.cache  # an import statement takes as long as the contract's check
+def _cuda() -> Any:
+    from . import cuda
+
+    return cuda
 
 
 def dsv4_sinkhorn_normalize(x: Any, *, repeat: int, eps: float, backend: str = "auto") -> Any:
@@ -49,7 +57,7 @@ def dsv4_sinkhorn_normalize(x: Any, *, repeat: int, eps: float, backend: str = "
     impl: Any
     match pick("dsv4_sinkhorn_normalize", backend, spec.library, offered=OFFERED):
         case "cuda":
-            from . import cuda as impl
+            impl = _cuda()
         case "numba":
             from . import numba_cuda as impl
         case _:
@@ -91,7 +99,7 @@ def dsv4_sinkhorn_normalize_grad(grad_y: Any, x: Any, *, repeat: int, eps: float
     impl: Any
     match pick("dsv4_sinkhorn_normalize_grad", backend, spec.library, offered=OFFERED):
         case "cuda":
-            from . import cuda as impl
+            impl = _cuda()
         case "numba":
             from . import numba_cuda as impl
         case _:
