@@ -99,6 +99,13 @@ class _StreamHandle:
         return 0, self.pointer
 
 
+@functools.cache  # an import statement in each call takes half a microsecond
+def _runtime() -> Any:
+    import cupy
+
+    return cupy.cuda.runtime
+
+
 @functools.lru_cache(maxsize=1024)
 def _cupy_stream(pointer: int) -> Any:
     """A CuPy stream that names, but does not own, the given CUDA stream."""
@@ -127,9 +134,7 @@ class on_stream_of:
         self._index = x.get_device()
 
     def __enter__(self) -> Any:
-        from cupy.cuda import runtime
-
-        # Each library links a CUDA runtime of its own: ask and set both.
+        runtime = _runtime()  # each library links a CUDA runtime of its own: ask and set both
         index, self._torch_device, self._cupy_device = self._index, torch.cuda.current_device(), runtime.getDevice()
         if self._torch_device != index:
             torch.cuda.set_device(index)
@@ -139,9 +144,7 @@ class on_stream_of:
 
     def __exit__(self, *exc_info: object) -> None:
         if self._cupy_device != self._index:
-            from cupy.cuda import runtime
-
-            runtime.setDevice(self._cupy_device)
+            _runtime().setDevice(self._cupy_device)
         if self._torch_device != self._index:
             torch.cuda.set_device(self._torch_device)
 
@@ -254,10 +257,9 @@ _recorded: dict[int, Any] = {}
 def to_cupy(x: Any) -> Any:
     """A CuPy array on the memory of a CUDA tensor, any strides, bfloat16 included; the autograd history stays behind.
 
-    CuPy's current stream waits for torch's. When they differ, torch keeps the memory until the work that
-    CuPy's stream holds at the tensor's end is done, and that stream lives as long as the process.
-    TypeError for another library's array or layout,
-    ValueError for a tensor that is not on a CUDA device.
+    CuPy's current stream waits for torch's. When they differ, torch keeps the memory until the work that CuPy's stream
+    holds at the tensor's end is done, and that stream lives as long as the process. TypeError for another library's
+    array or layout, ValueError for a tensor that is not on a CUDA device.
     """
     import cupy
 
@@ -297,11 +299,10 @@ def _numpy_bfloat16() -> np.dtype:
 def to_torch(x: Any) -> torch.Tensor:
     """A torch tensor on the memory of a NumPy or CuPy array, bfloat16 included.
 
-    From CuPy, torch's current stream waits for CuPy's; the array must live until torch's work is done,
-    since CuPy's pool does not know torch's streams (arrays made inside `cupy_on_stream_of` are torch's own
-    memory: no such care). ValueError for memory that torch cannot describe or
-    would write through: negative strides, strides that are no multiple of the item size, read-only NumPy
-    arrays. TypeError for other libraries and for dtypes that torch does not have.
+    From CuPy, torch's current stream waits for CuPy's; the array must live until torch's work is done, since CuPy's
+    pool does not know torch's streams (arrays made inside `cupy_on_stream_of` are torch's own memory: no such care).
+    ValueError for memory that torch cannot describe or would write through: negative strides, strides that are no
+    multiple of the item size, read-only NumPy arrays. TypeError for other libraries and dtypes that torch lacks.
     """
     kind = library(x)
     if kind not in ("numpy", "cupy"):

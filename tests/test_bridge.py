@@ -123,11 +123,11 @@ class Runtimes:
 
     def __init__(self, monkeypatch, torch_device: int, cupy_device: int):
         self.torch, self.cupy, self.calls = torch_device, cupy_device, []
-        cupy = pytest.importorskip("cupy")
+        pytest.importorskip("cupy")
         monkeypatch.setattr(torch.cuda, "current_device", lambda: self.torch)
         monkeypatch.setattr(torch.cuda, "set_device", self.set_torch)
         fake = types.SimpleNamespace(getDevice=lambda: self.cupy, setDevice=self.set_cupy)
-        monkeypatch.setattr(cupy.cuda, "runtime", fake)
+        monkeypatch.setattr(_bridge, "_runtime", lambda: fake)
         monkeypatch.setattr(_bridge, "stream_pointer", lambda index: 1000 + index)
 
     def set_torch(self, device):
