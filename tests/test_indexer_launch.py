@@ -26,8 +26,8 @@ def launches(monkeypatch):
         kinds = {p.name: p.kind for p in kernel.parameters}
         assert arguments.keys() == kinds.keys()
         for name, value in arguments.items():
-            assert kinds[name] is np.void or type(value) is (kinds[name] or np.uintp), name
-        values = {name: value if kinds[name] is np.void else value.item() for name, value in arguments.items()}
+            assert kinds[name] is np.void or type(value) is (kinds[name] or int), name
+        values = {n: v if kinds[n] in (None, np.void) else v.item() for n, v in arguments.items()}
         defines = {name: int(v) if v.isdecimal() else v for name, v in kernel.defines}
         shape = {"grid": grid, "block": block, "shared": shared_bytes, "stream": stream}
         made.append(SimpleNamespace(function=kernel.function, defines=defines, **shape, **values))

@@ -27,8 +27,8 @@ def launches(monkeypatch):
         kinds = {p.name: p.kind for p in kernel.parameters}
         assert arguments.keys() == kinds.keys()
         for name, value in arguments.items():
-            assert type(value) is (kinds[name] or np.uintp), name
-        values = {name: value.item() for name, value in arguments.items()}
+            assert type(value) is (kinds[name] or int), name
+        values = {name: value.item() if kinds[name] else value for name, value in arguments.items()}
         defines = {name: int(v) if v.isdecimal() else v for name, v in kernel.defines}
         variants = {**cuda_bwd.VARIANTS, **cuda_bwd_mma.VARIANTS}[kernel.file]
         free = ("ELEMENT", "PARTS", "FIXED") if kernel.function == MAIN else ()

@@ -26,7 +26,7 @@ def launches(monkeypatch):
         kinds = {p.name: p.kind for p in kernel.parameters}
         assert arguments.keys() == kinds.keys()
         for name, value in arguments.items():
-            assert kinds[name] is np.void or type(value) is (kinds[name] or np.uintp), name
+            assert kinds[name] is np.void or type(value) is (kinds[name] or int), name
         defines = dict(kernel.defines)
         assert defines in [{k: str(v) for k, v in variant.items()} for variant in sm90.VARIANTS[sm90.FILE]]
         made.append(SimpleNamespace(defines=defines, grid=grid, block=block, shared=shared_bytes, **arguments))

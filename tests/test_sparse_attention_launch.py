@@ -26,8 +26,8 @@ def launches(monkeypatch):
         kinds = {p.name: p.kind for p in kernel.parameters}
         assert arguments.keys() == kinds.keys()
         for name, value in arguments.items():
-            assert type(value) is (kinds[name] or np.uintp), name
-        values = {name: value.item() for name, value in arguments.items()}
+            assert type(value) is (kinds[name] or int), name
+        values = {name: value.item() if kinds[name] else value for name, value in arguments.items()}
         defines = {name: int(v) if v.isdecimal() else v for name, v in kernel.defines}
         shape = {"grid": grid, "block": block, "shared": shared_bytes, "stream": stream}
         made.append(SimpleNamespace(defines=defines, **shape, **values))

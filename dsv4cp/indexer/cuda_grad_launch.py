@@ -103,7 +103,7 @@ def launch_topk_scores(x: Operands, out: int, spec: SlotsSpec, *, stream: Any = 
             grid=(spec.queries, min(MOST_ROWS, spec.batch - first)) if spec.slots else 0,
             block=THREADS, shared_bytes=shared_bytes, stream=stream,
             q=q_first, k=k_first, weights=_from(weights, first), ids=_from(ids, first),
-            scores=np.uintp(out + 4 * first * spec.queries * spec.slots),
+            scores=out + 4 * first * spec.queries * spec.slots,
             **_strides("q", q, "bsh"), **_strides("k", k, "bp"),
             heads=np.int32(spec.heads), head_blocks=np.int32(-(-spec.heads // 64)), entries=np.int32(spec.entries),
             slots=np.int32(spec.slots), w_kind=np.int32(KINDS[weights.dtype]), ids_wide=np.int32(ids.dtype == "int64"),
@@ -121,17 +121,17 @@ def launch_topk_scores_grad(
     terms = np.uint32(min(max(spec.queries * spec.slots, 1), 2**32 - 1))
     shared = {
         **_numbers(x, spec), **_strides("g", grad_scores, "bst"), **_strides("q", q, "bsh"),
-        "ids": np.uintp(ids.address), "slots": np.int32(spec.slots), "ids_wide": np.int32(ids.dtype == "int64"),
+        "ids": ids.address, "slots": np.int32(spec.slots), "ids_wide": np.int32(ids.dtype == "int64"),
     }  # fmt: skip
     more = {
-        **_strides("k", k, "bp"), "k": np.uintp(k.address), "query_start": np.int64(0), "ratio": np.int64(1),
+        **_strides("k", k, "bp"), "k": k.address, "query_start": np.int64(0), "ratio": np.int64(1),
         "terms": terms,
     }  # fmt: skip
-    nothing = np.uintp(0)
+    nothing = 0
     for first in range(0, spec.batch, max(passes.rows, 1)):
         rows = min(passes.rows, spec.batch - first)
         grid = {"grid": (spec.queries, rows), "stream": stream}
-        queries = {"grad_q": np.uintp(grad_q), "grad_w": np.uintp(grad_w)}
+        queries = {"grad_q": grad_q, "grad_w": grad_w}
         if split or spec.entries == 0:  # gradients of q and w on their own: they sum over all keys
             everything = {"sums": nothing, "bounds": nothing, **_range(first, 0, spec.entries)}
             _launch_query(q.dtype, spec, passes.deterministic, **grid, **shared, **more, **queries, **everything)
@@ -146,9 +146,9 @@ def launch_topk_scores_grad(
             if bounds:
                 _kernels.launch(
                     finish_kernel(q.dtype, "indexer_grad_bounds"), block=THREADS, **grid, **shared, **here,
-                    bounds=np.uintp(bounds), index_dim=np.int32(width),
+                    bounds=bounds, index_dim=np.int32(width),
                 )  # fmt: skip
-            sums = {"sums": np.uintp(workspace), "bounds": np.uintp(bounds)}
+            sums = {"sums": workspace, "bounds": bounds}
             _launch_query(q.dtype, spec, passes.deterministic, **grid, **shared, **more, **queries, **sums, **here)
             _launch_finish(q.dtype, workspace, bounds, grad_k, spec, first, rows, key, keys, 1, terms, stream)
 
@@ -163,21 +163,21 @@ def launch_scores_grad(
     kernel, threads, shared_bytes = cuda_grad_kernels.entry_kernel(spec, q.dtype)
     shared = {
         **_numbers(x, spec), **_strides("q", q, "bsh"), **_strides("k", k, "bp"),
-        "k": np.uintp(k.address), "query_start": np.int64(spec.query_start), "ratio": np.int64(spec.compress_ratio),
+        "k": k.address, "query_start": np.int64(spec.query_start), "ratio": np.int64(spec.compress_ratio),
     }  # fmt: skip
     each = _dense_rows(spec)
     for first in range(0, spec.batch, each):
         rows = min(each, spec.batch - first)
         _launch_query(
             q.dtype, spec, False, grid=(spec.queries, rows), stream=stream, **shared,
-            **_strides("g", grad_scores, "bst"), ids=np.uintp(0), grad_q=np.uintp(grad_q),
-            grad_w=np.uintp(grad_w), sums=np.uintp(0), bounds=np.uintp(0),
+            **_strides("g", grad_scores, "bst"), ids=0, grad_q=grad_q,
+            grad_w=grad_w, sums=0, bounds=0,
             slots=np.int32(spec.entries), ids_wide=np.int32(0), terms=np.uint32(1), **_range(first, 0, spec.entries),
         )  # fmt: skip
         _kernels.launch(
             kernel, grid=(-(-spec.entries // TILE), parts, rows), block=threads,
             shared_bytes=shared_bytes, stream=stream, **shared, **_strides("g", grad_scores, "bsp"),
-            sums=np.uintp(workspace), batch_first=np.int32(first), queries=np.int32(spec.queries),
+            sums=workspace, batch_first=np.int32(first), queries=np.int32(spec.queries),
             entries=np.int32(spec.entries), segment=np.int32(segment),
         )  # fmt: skip
         one = np.uint32(1)
@@ -198,7 +198,7 @@ def _launch_finish(
     columns = rows * keys * width
     _kernels.launch(
         finish_kernel(dtype, "indexer_grad_finish"), grid=-(-columns // (8 * THREADS)), block=THREADS, stream=stream,
-        sums=np.uintp(sums), bounds=np.uintp(bounds), grad_k=np.uintp(grad_k + 2 * first * spec.entries * width),
+        sums=sums, bounds=bounds, grad_k=grad_k + 2 * first * spec.entries * width,
         columns=np.int64(columns), rows_columns=np.int64(keys * width), entries_columns=np.int64(spec.entries * width),
         first_column=np.int64(key * width), parts=np.int32(parts), index_dim=np.int32(width), terms=terms,
     )  # fmt: skip
@@ -213,8 +213,8 @@ def _given(x: Operand | None) -> Operand:
 def _numbers(x: Operands, spec: Spec) -> dict[str, Any]:
     grad_scores = _given(x.grad_scores)
     return {
-        "grad_scores": np.uintp(grad_scores.address), "q": np.uintp(x.q.address),
-        "weights": np.uintp(x.weights.address), "heads": np.int32(spec.heads),
+        "grad_scores": grad_scores.address, "q": x.q.address,
+        "weights": x.weights.address, "heads": np.int32(spec.heads),
         "g_kind": np.int32(KINDS[grad_scores.dtype]), "w_kind": np.int32(KINDS[x.weights.dtype]),
         "scale": np.float32(spec.softmax_scale),
     }  # fmt: skip
@@ -231,7 +231,7 @@ def _strides(name: str, x: Operand, axes: str) -> dict[str, Any]:
 def _from(x: Operand, row: int) -> Any:
     """The address of a batch row."""
     size = {"int64": 8, "int32": 4, "float32": 4}.get(x.dtype, 2)
-    return np.uintp(x.address + size * row * x.strides[0])
+    return x.address + size * row * x.strides[0]
 
 
 def _clear(address: int, size: int, stream: Any) -> None:

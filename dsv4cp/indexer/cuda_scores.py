@@ -106,8 +106,8 @@ def launch_scores(
     if 0 in (spec.batch, spec.queries, spec.entries):
         return
     shared = {
-        "weights": np.uintp(weights.address),
-        "out": np.uintp(out),
+        "weights": weights.address,
+        "out": out,
         "w_stride_b": np.int64(weights.strides[0]),
         "w_stride_s": np.int64(weights.strides[1]),
         "w_stride_h": np.int64(weights.strides[2]),
@@ -134,8 +134,8 @@ def launch_scores(
         block=THREADS,
         shared_bytes=_shared_bytes(spec.index_dim, heads),
         stream=stream,
-        q=np.uintp(q.address),
-        k=np.uintp(k.address),
+        q=q.address,
+        k=k.address,
         q_stride_b=np.int64(q.strides[0]),
         q_stride_s=np.int64(q.strides[1]),
         q_stride_h=np.int64(q.strides[2]),

@@ -121,7 +121,7 @@ def launch_select(
     axes) what they say.
     """
     batch, queries, entries = shape
-    pointers = [np.uintp(x.data.ptr) for x in documents] or [np.uintp(0)] * 4
+    pointers = [x.data.ptr for x in documents] or [0] * 4
     sort_size = 1 << (topk - 1).bit_length() if order == "score" else 0
     for first, rows, block in pieces(batch, queries, entries, visible):
         _kernels.launch(
@@ -130,9 +130,9 @@ def launch_select(
             block=block[0],
             shared_bytes=max(BIN_BYTES, 8 * sort_size),
             stream=stream,
-            scores=np.uintp(scores.address),
-            ids=np.uintp(ids),
-            values=np.uintp(values),
+            scores=scores.address,
+            ids=ids,
+            values=values,
             stride_b=np.int64(scores.strides[0]),
             stride_s=np.int64(scores.strides[1]),
             before=np.uint32(visible.before),

@@ -104,12 +104,12 @@ def launch_forward(
     compiled or launched.
     """
     arguments = {
-        "q": np.uintp(q),
-        "kv": np.uintp(kv),
-        "sinks": np.uintp(sinks),
-        "ids": np.uintp(ids),
-        "out": np.uintp(out),
-        "lse": np.uintp(lse),
+        "q": q,
+        "kv": kv,
+        "sinks": sinks,
+        "ids": ids,
+        "out": out,
+        "lse": lse,
         "q_stride_b": np.int64(q_strides[0]),
         "q_stride_s": np.int64(q_strides[1]),
         "q_stride_h": np.int64(q_strides[2]),
@@ -147,8 +147,8 @@ def launch_narrow_ids(ids: int, narrow: int, count: int, keys: int, *, stream: A
         grid=min(-(-count // NARROW_THREADS), 2**16),
         block=NARROW_THREADS,
         stream=stream,
-        ids=np.uintp(ids),
-        narrow=np.uintp(narrow),
+        ids=ids,
+        narrow=narrow,
         count=np.int64(count),
         keys=np.int64(keys),
     )
