@@ -191,6 +191,19 @@ def test_the_cudnn_rows_call_what_they_say(monkeypatch):
     assert len(rows) == 3
 
 
+def test_portable_rows_run_the_portable_kernel_and_no_other_row_does():
+    from types import SimpleNamespace
+
+    from dsv4cp.commands.bench_gpu_layers import _portable
+
+    module = SimpleNamespace(forced_path=None)
+    assert _portable(lambda x: (module.forced_path, x), module)(x=1) == ("portable", 1)
+    assert module.forced_path is None
+    with pytest.raises(ImportError):
+        _portable(broken, module)(x=1)
+    assert module.forced_path is None
+
+
 def test_columns_show_what_rows_say():
     row = {"case": "a", "implementation": "b", "ms": 0.25, "tflops": 500.0, "floor_ms": 0.125, "share": 0.5}
     shown = bench.table([row])
@@ -209,4 +222,7 @@ def test_a_tiny_run_measures_every_case(tmp_path):
     cases = {row["case"] for row in rows}
     assert {"Sinkhorn forward", "Sinkhorn backward", "index building", "scores at top-k ids"} <= cases
     assert {"planning, cuda layout", "planning, cudnn layout"} <= cases
+    by = {(row["case"], row["implementation"]) for row in rows}
+    assert {("sparse attention forward", f"dsv4cp, CuPy{x}") for x in ("", ", no plan", ", portable kernel")} <= by
+    assert ("sparse attention backward", "dsv4cp, CuPy, atomic, portable kernel") in by
     assert sum(row["size"] == "ceilings of this card" for row in rows) == 3

@@ -54,8 +54,13 @@ def attention_sets(queries: int, heads: int, ratio: int, topk: int) -> tuple[lis
     return sets, int((sets[0]["ids"] >= 0).sum())
 
 
-def attention(tiny: bool, *, model: str, queries: int, heads: int, ratio: int, topk: int, backward: bool) -> Case:
-    """Sparse attention with a plan made once, as for every layer that shares a selection."""
+def attention(
+    tiny: bool, *, model: str, queries: int, heads: int, ratio: int, topk: int, backward: bool, portable: bool = False
+) -> Case:
+    """Sparse attention with a plan made once, as for every layer that shares a selection.
+
+    portable: a row for the kernels of GPUs before Hopper, too.
+    """
     if tiny:
         queries, topk = 256, min(topk, 32)
     sets, valid = attention_sets(queries, heads, ratio, topk)
@@ -72,6 +77,11 @@ def attention(tiny: bool, *, model: str, queries: int, heads: int, ratio: int, t
     part = "backward" if backward else "forward"
     calls = attention_backward if backward else attention_forward
     ours = calls(sets, keys, scale, torch_too)
+    if portable:
+        from ..sparse_attention import cuda, cuda_bwd
+
+        name = "dsv4cp, CuPy, atomic" if backward else "dsv4cp, CuPy"
+        ours[f"{name}, portable kernel"] = _portable(ours[name], cuda_bwd if backward else cuda)
     size = f"{model}: S{queries} H{heads} T{slots} K{keys}, {valid / queries:.0f} valid a query"
     rows = queries * heads * D * 2  # bytes of q, out, their gradients
     return Case(
@@ -89,7 +99,10 @@ def attention_forward(sets: list[dict[str, Any]], keys: int, scale: float, torch
     ours: dict[str, Function] = {
         "dsv4cp, CuPy": lambda q, kv, sinks, plan, **_: dsv4cp.dsv4_sparse_attention(
             q, kv, sinks, None, scale, backend="cuda", plan=plan
-        )
+        ),
+        "dsv4cp, CuPy, no plan": lambda q, kv, sinks, ids, **_: dsv4cp.dsv4_sparse_attention(
+            q, kv, sinks, ids, scale, backend="cuda"
+        ),
     }
     if torch_too:
         from .. import torch_ops
@@ -100,6 +113,19 @@ def attention_forward(sets: list[dict[str, Any]], keys: int, scale: float, torch
             q_, kv_, sinks_, None, scale, backend="tilelang", plan=plan_
         )
     return ours
+
+
+def _portable(function: Function, module: Any) -> Function:
+    """The function with the module's kernels for every GPU instead of Hopper's."""
+
+    def call(**arrays: Any) -> Any:
+        before, module.forced_path = module.forced_path, "portable"
+        try:
+            return function(**arrays)
+        finally:
+            module.forced_path = before
+
+    return call
 
 
 def attention_backward(sets: list[dict[str, Any]], keys: int, scale: float, torch_too: bool) -> dict[str, Function]:
@@ -227,9 +253,13 @@ def indexing(tiny: bool, *, part: str, queries: int, topk: int) -> Case:
 
 
 ATTENTION: tuple[dict[str, Any], ...] = (
-    {"model": "V4-Flash R4", "queries": 4096, "heads": 64, "ratio": 4, "topk": 512},
+    {"model": "V4-Flash R4", "queries": 4096, "heads": 64, "ratio": 4, "topk": 512, "portable": True},
     {"model": "V4-Flash R128", "queries": 4096, "heads": 64, "ratio": 128, "topk": 0},
     {"model": "V4-Pro R4", "queries": 8192, "heads": 128, "ratio": 4, "topk": 1024},
+)
+FORWARD_ONLY: tuple[dict[str, Any], ...] = (
+    {"model": "V4-Flash R4, a quarter of the heads", "queries": 4096, "heads": 16, "ratio": 4, "topk": 512},
+    {"model": "V4-Flash R4, long", "queries": 65536, "heads": 64, "ratio": 4, "topk": 512},
 )
 INDEXER: tuple[dict[str, Any], ...] = ({"queries": 4096, "topk": 512}, {"queries": 32768, "topk": 1024})
 
@@ -245,6 +275,7 @@ def cases() -> list[Callable[[bool], Case]]:
     if "cuda" in attention_offered:
         parts = (False, True) if "cuda" in gradient_offered or bench_cudnn.there() else (False,)
         made += [functools.partial(attention, **shape, backward=backward) for shape in ATTENTION for backward in parts]
+        made += [functools.partial(attention, **shape, backward=False) for shape in FORWARD_ONLY]
     if "cuda" in indexer_offered:
         of = ("scores", "top-k", "backward") if "cuda" in indexer_gradient_offered else ("scores", "top-k")
         made += [functools.partial(indexing, **shape, part=part) for shape in INDEXER for part in of]
