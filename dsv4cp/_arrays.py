@@ -125,6 +125,14 @@ def require_dtype(name: str, x: Any, allowed: tuple[str, ...]) -> str:
     return got
 
 
+def element_strides(x: Any) -> tuple[int, ...]:
+    """Strides in elements, as addresses are made from them. Those of an empty array are zeros before a last 1: its
+    address may be null, and a row further along a reversed axis would then lie below 0."""
+    if x.size == 0:
+        return (*(0,) * (x.ndim - 1), 1)  # what is empty has an axis
+    return tuple(stride // x.itemsize for stride in x.strides)
+
+
 def require_shape(name: str, x: Any, symbols: str, **sizes: int) -> tuple[int, ...]:
     """The shape of x if it fits `symbols` ("B S H D"), where keywords fix the sizes already known."""
     want = symbols.split()

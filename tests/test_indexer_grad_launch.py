@@ -13,6 +13,7 @@ ml_dtypes = pytest.importorskip("ml_dtypes")
 
 import dsv4cp  # noqa: E402
 from dsv4cp import _kernels  # noqa: E402
+from dsv4cp._arrays import element_strides  # noqa: E402
 from dsv4cp.indexer import contract, contract_grad, cuda_grad_kernels, cuda_grad_launch  # noqa: E402
 from dsv4cp.indexer.cuda_grad_launch import Operand, Operands, aligned, plan  # noqa: E402
 from tests.support.indexer_data import ids, make  # noqa: E402
@@ -102,6 +103,15 @@ def test_passes_cover_every_entry_once_within_the_cap(launches, cap, batch):
                 assert got.sums
             assert [got.defines["WANT_Q"], got.defines["WANT_K"]] == [bool(got.grad_q), bool(got.sums)]
     assert (covered == 1).all() and (with_q == 1).all()
+
+
+def test_empty_arrays_may_lie_nowhere_and_be_reversed(launches):
+    """Batch rows beyond a grid's second axis start a launch of their own: an address from nothing's negative stride."""
+    spec = spec_of(b=70000, s=0, p=3)
+    empty = SimpleNamespace(size=0, ndim=4, itemsize=2, strides=(-(2**14), 2**14, 256, 2))
+    x = operands(spec)._replace(q=Operand(0, "float16", element_strides(empty)))
+    cuda_grad_launch.launch_topk_scores(x, 2**40, spec)
+    assert [launch.q for launch in launches] == [0, 0]
 
 
 def test_a_cap_for_less_than_one_entry_is_refused():

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from dsv4cp import _kernels
+from dsv4cp._arrays import element_strides
 from dsv4cp.sparse_attention import contract, cuda_bwd, cuda_bwd_mma, cuda_bwd_passes, cuda_bwd_sm90
 
 SHARED = {"sm_80": 166912, "sm_86": 101376, "sm_90": 232448}  # bytes that a block may opt in to
@@ -66,8 +67,8 @@ def launch(spec: contract.Spec, deterministic: bool = False, cap: int = GIB2, **
     strides |= {"grad_out_strides": (8, 16, 24, 1), "out_strides": (32, 40, 48, 1)}
     at = {name: (n + 1) << 50 for n, name in enumerate(ADDRESSES)}
     plan = cuda_bwd_passes.layout(spec, deterministic, cap)
-    options = {"dtype": "float16", **strides, **options}
-    cuda_bwd.launch_backward(**at, plan=plan, spec=spec, deterministic=deterministic, **options)
+    options = {"dtype": "float16", **at, **strides, **options}
+    cuda_bwd.launch_backward(plan=plan, spec=spec, deterministic=deterministic, **options)
     return at
 
 
@@ -152,6 +153,24 @@ def test_nothing_to_do(launches, shared, axis, deterministic):
         assert sum(x.grid for x in named(launches, "sparse_attention_bwd_finish")) > 0
     if axis in "bskt":  # and heads, whose sinks' gradient is
         assert named(launches, "sparse_attention_bwd_sinks_sum")[0].grid == 1
+
+
+@pytest.mark.parametrize("axis", "skth")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_empty_arrays_may_lie_nowhere_and_be_reversed(launches, shared, axis, deterministic):
+    """Their address is null, their batch stride negative, and a cap makes a pass of batch row 1."""
+    spec = spec_of(**{axis: 0})
+    shapes = {"grad_out": "bshd", "q": "bshd", "kv": "bkd", "out": "bshd"}
+    sizes = {"b": 2, "s": spec.queries, "h": spec.heads, "d": 512, "k": spec.keys}
+    options = {}
+    for name, axes in shapes.items():
+        shape = tuple(sizes[n] for n in axes)
+        steps = [2 * int(np.prod([max(n, 1) for n in shape[i + 1 :]])) for i in range(len(shape))]
+        array = SimpleNamespace(size=int(np.prod(shape)), ndim=len(shape), itemsize=2, strides=(-steps[0], *steps[1:]))
+        options[f"{name}_strides"] = element_strides(array)
+        options[name] = 0 if array.size == 0 else 2**50
+    launch(spec, deterministic, 8 * 512 * max(spec.keys, 1), **options)
+    assert any(x.name == MAIN for x in launches) or axis == "k"
 
 
 @pytest.mark.parametrize("taken", [True, False])

@@ -11,7 +11,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from .._arrays import dtype_name
+from .._arrays import dtype_name, element_strides
 from . import contract_grad
 from .contract import SlotsSpec, Spec
 from .cuda_grad_kernels import VARIANTS
@@ -71,7 +71,7 @@ def _operands(*arrays: Any) -> Operands:
 
 
 def _operand(x: Any) -> Operand:
-    return Operand(x.data.ptr, dtype_name(x), tuple(stride // x.itemsize for stride in x.strides))
+    return Operand(x.data.ptr, dtype_name(x), element_strides(x))
 
 
 def _readable(x: Any) -> Any:

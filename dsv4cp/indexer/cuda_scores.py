@@ -15,7 +15,7 @@ import cupy
 import numpy as np
 
 from .. import _kernels
-from .._arrays import dtype_name
+from .._arrays import dtype_name, element_strides
 from . import cuda_sm90
 from .contract import Spec
 
@@ -173,7 +173,3 @@ def readable(x: Any) -> Any:
 
 def operand(x: Any) -> Operand:
     return Operand(x.data.ptr, dtype_name(x), element_strides(x))
-
-
-def element_strides(x: Any) -> tuple[int, ...]:
-    return tuple(stride // x.itemsize for stride in x.strides)

@@ -16,7 +16,7 @@ import cupy
 import numpy as np
 
 from .. import _kernels
-from .._arrays import dtype_name
+from .._arrays import dtype_name, element_strides
 from . import cuda_sm90
 from .contract import Spec
 
@@ -87,7 +87,8 @@ def _forward(q: Any, kv: Any, sinks: Any, ids: Any, spec: Spec, reference_roundi
     out, lse = cupy.empty(q.shape, q.dtype), cupy.empty(q.shape[:3], np.float32)
     launch_forward(
         q.data.ptr, kv.data.ptr, sinks.data.ptr, ids.data.ptr, out.data.ptr, lse.data.ptr, spec,
-        dtype=dtype_name(q), q_strides=_strides(q), kv_strides=_strides(kv), reference_rounding=reference_rounding,
+        dtype=dtype_name(q), q_strides=element_strides(q), kv_strides=element_strides(kv),
+        reference_rounding=reference_rounding,
     )  # fmt: skip
     return out, lse
 
@@ -191,11 +192,7 @@ def _scale(scale: float, reference_rounding: bool) -> np.float32:
 
 def _readable(x: Any) -> Any:
     """x itself where the kernel can read it, else a contiguous copy."""
-    return x if aligned(x.data.ptr, x.shape, _strides(x)) else x.copy(order="C")
-
-
-def _strides(x: Any) -> tuple[int, ...]:
-    return tuple(stride // x.itemsize for stride in x.strides)
+    return x if aligned(x.data.ptr, x.shape, element_strides(x)) else x.copy(order="C")
 
 
 def _int32(ids: Any, spec: Spec) -> Any:

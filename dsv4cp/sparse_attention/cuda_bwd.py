@@ -29,7 +29,7 @@ import cupy
 import numpy as np
 
 from .. import _kernels
-from .._arrays import dtype_name
+from .._arrays import dtype_name, element_strides
 from . import contract, cuda, cuda_bwd_mma, cuda_bwd_sm90
 from .contract import Spec
 from .cuda_bwd_mma import ELEMENTS
@@ -269,7 +269,7 @@ def backward(
             grad_out=grad_out.data.ptr, q=q.data.ptr, kv=kv.data.ptr, sinks=sinks32.data.ptr, ids=ids.data.ptr,
             out=out.data.ptr, lse=lse.data.ptr, grad_q=grad_q.data.ptr, grad_kv=grad_kv.data.ptr,
             grad_sinks=grad_sinks.data.ptr, work=work.data.ptr, plan=plan, spec=spec, dtype=dtype_name(q),
-            grad_out_strides=cuda._strides(grad_out), q_strides=cuda._strides(q), kv_strides=cuda._strides(kv),
-            out_strides=cuda._strides(out), deterministic=deterministic,
+            grad_out_strides=element_strides(grad_out), q_strides=element_strides(q), kv_strides=element_strides(kv),
+            out_strides=element_strides(out), deterministic=deterministic,
         )  # fmt: skip
         return grad_q, grad_kv, grad_sinks.astype(sinks.dtype, copy=False)
