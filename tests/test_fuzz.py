@@ -227,6 +227,48 @@ def test_too_coarse_probabilities_are_found(capsys, monkeypatch):
     assert found(capsys, "attention")
 
 
+def test_a_last_slot_of_small_weight_dropped_is_found(capsys, monkeypatch):
+    """As a kernel would whose tail of a list that is no multiple of 16 long is a slot short; only where each head gives
+    the slot less than 1/32."""
+    real = attention_reference.attend
+
+    def attend(xp, q, rows, valid, sinks, scale, p_dtype, floor):
+        out, lse = real(xp, q, rows, valid, sinks, scale, p_dtype, floor)
+        if valid.shape[1] % 16:
+            weight = np.exp(np.where(valid[:, -1:], scale * np.matmul(q, rows[:, -1, :, None])[..., 0], -np.inf) - lse)
+            short = valid.copy()
+            short[:, -1] &= ~(weight < 2.0**-5).all(1)
+            return real(xp, q, rows, short, sinks, scale, p_dtype, floor)
+        return out, lse
+
+    monkeypatch.setattr(attention_reference, "attend", attend)
+    assert found(capsys, "attention")
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_one_head_with_slightly_larger_weights_is_found(capsys, monkeypatch, gradient):
+    """p of head 0 times 1 + 2^-6 where it meets the values, or in the gradient grad_out."""
+    if gradient:
+        real_grad = attention_reference.attend_grad
+
+        def attend_grad(xp, grad_out, q, *rest):
+            grad_q, grad_sinks, a, x = real_grad(xp, grad_out, q, *rest)
+            a[:, q.shape[1]] *= 1 + 2.0**-6
+            return grad_q, grad_sinks, a, x
+
+        monkeypatch.setattr(attention_reference, "attend_grad", attend_grad)
+    else:
+        real = attention_reference.attend
+
+        def attend(*arguments):
+            out, lse = real(*arguments)
+            out[:, 0] *= 1 + 2.0**-6
+            return out, lse
+
+        monkeypatch.setattr(attention_reference, "attend", attend)
+    assert found(capsys, "attention gradient" if gradient else "attention")
+
+
 def test_a_sink_in_the_log_sum_is_found(capsys, monkeypatch):
     real = attention_reference.attend
 

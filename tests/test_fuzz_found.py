@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import array_api_compat.numpy
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+ml_dtypes = pytest.importorskip("ml_dtypes")
 
 from dsv4cp import torch_ops  # noqa: E402
+from dsv4cp.indexer import contract, reference  # noqa: E402
 from dsv4cp.sparse_attention import reference_chunks  # noqa: E402
+from tests.support.fuzz_ops import OPS, Refused, try_case  # noqa: E402
 
 ENDLESS = float("-inf")
 
@@ -53,18 +60,65 @@ def test_entry_gradients_of_half_types_are_rounded_once():
     assert k.grad.dtype == torch.bfloat16 and k.grad.item() == WHOLE
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("axis", "SKTH")
+@pytest.mark.parametrize("name", ["attention", "attention gradient"])
+def test_reversed_arrays_without_elements_on_the_gpu(name, axis):
+    """An address made of a null pointer and a negative stride: OverflowError. Batch rows in passes of their own."""
+    run_all(name, "cuda", B=2, **{axis: 0}, impl="deterministic", cap="least", layout="flipped")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("axis", "SP")
+@pytest.mark.parametrize("name", [name for name in OPS if name.startswith("index ") and name != "index lists"])
+def test_reversed_index_arrays_without_elements_on_the_gpu(name, axis):
+    run_all(name, "cuda", B=2, **{axis: 0}, impl="deterministic", cap="least", layout="flipped")
+
+
+def run_all(name: str, device: str, layout: str | None = None, **sizes) -> None:
+    """The simplest case with other sizes on all ways; `layout` is that of every array."""
+    op = OPS[name]
+    for way in op.ways(device):
+        plain = op.plain(way)
+        layouts = {n: layout for n in plain if layout is not None and n.endswith("layout")}
+        case = {"op": name, "way": str(way), **plain, **layouts, **{n: x for n, x in sizes.items() if n in plain}}
+        try:
+            verdict = try_case(op, case, detail=True)
+        except Refused:
+            continue
+        assert not verdict.failed(), (str(way), verdict.notes)
+
+
+class LikeCuPy:
+    """NumPy's namespace, but `where` of bfloat16 is float32."""
+
+    def __getattr__(self, name: str):
+        return getattr(array_api_compat.numpy, name)
+
+    @staticmethod
+    def where(condition, x, y):
+        found = np.where(condition, x, y)
+        return found.astype(np.float32) if found.dtype == ml_dtypes.bfloat16 else found
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 5), (2, 0, 5), (2, 3, 0)])
+def test_extracted_scores_have_the_dtype_of_the_logits(shape):
+    logits, ids = np.ones(shape, ml_dtypes.bfloat16), np.zeros((*shape[:2], 4), np.int32)
+    spec = dataclasses.replace(contract.check_extract(logits, ids), xp=LikeCuPy())
+    got = reference.extract(logits, ids, spec)
+    assert got.dtype == logits.dtype and (got == (1.0 if shape[2] else -np.inf)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("entries", [0, 1, 7])
+def test_extracted_scores_have_the_dtype_of_the_logits_on_the_gpu(dtype, entries):
+    run_all("extraction", "cuda", dtype=dtype, K=entries, T=3, S=2)
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("sinks", ["2e38", "1e4", "-1e4", "+inf", "-inf", "mixed"])
 def test_sinks_of_any_size_have_a_gradient(device, sinks):
     """A sink near the end of float32 made exp of a rounding error infinite: its gradient was NaN."""
-    from tests.support.fuzz_ops import OPS, Refused, try_case
-
-    op = OPS["attention gradient"]
-    for way in op.ways(device):
-        for impl in ("atomic", "deterministic"):
-            sizes = {"B": 2, "S": 3, "H": 5, "K": 7, "T": 4, "sinks": sinks, "impl": impl, "ids": "random"}
-            try:
-                verdict = try_case(op, {"op": op.name, "way": str(way), **op.plain(way), **sizes}, detail=True)
-            except Refused:
-                continue
-            assert not verdict.failed(), (str(way), verdict.notes)
+    for impl in ("atomic", "deterministic"):
+        run_all("attention gradient", device, B=2, S=3, H=5, K=7, T=4, sinks=sinks, impl=impl, ids="random")

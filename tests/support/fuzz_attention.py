@@ -27,6 +27,7 @@ from .fuzz_base import (
 )
 from .oracle64 import INF, Attention
 
+CPU_COST = 2**19  # as COST, of B*S*T*D and 2*B*S*H*T
 LARGE = {"float16": 30.0}  # size of "large" values where it is not 1e4
 
 
@@ -80,7 +81,7 @@ class AttentionOp(Op):
         b, s, h, d, k, t = (case[n] for n in "BSHDKT")
         s = max(min(s, COST // max(1, b * max(t, 1) * max(d, 4 * h))), min(s, 1))
         if device == "cpu":
-            s = max(min(s, 2**19 // max(1, b * max(t, 1) * max(d, 2 * h))), min(s, 1))
+            s = max(min(s, CPU_COST // max(1, b * max(t, 1) * max(d, 2 * h))), min(s, 1))
         kind = case["values"]
         q = floats(seed, "q", (b, s, h, d), case["dtype"], kind, device)
         kv = floats(seed, "kv", (b, k, d), case["kv dtype"], kind, device)
@@ -148,8 +149,14 @@ class AttentionOp(Op):
 
     def oracle(self, way: Way, case: dict, held: dict) -> Attention:
         q, kv, sinks, ids = (value(held[n]) for n in ("q", "kv", "sinks", "ids"))
-        half = q.dtype if way.library == "torch" and kv.dtype != q.dtype else None
-        return Attention(q, kv, sinks, ids, self._scale(case), half)
+        return Attention(q, kv, sinks, ids, self._scale(case), self.operands(way, case))
+
+    def operands(self, way: Way, case: dict) -> str | None:
+        """The half type that p (and ds) are rounded to for a product: in the kernels, and in the array reference's
+        forward pass. What torch differentiates rounds nothing, nor do the equations of the gradient."""
+        if way.reference and (self.gradient or way.library == "torch"):
+            return None
+        return case["kv dtype"] if case["kv dtype"] in ("bfloat16", "float16") else None
 
     def judge(self, way: Way, case: dict, held: dict, got: list[torch.Tensor], v: Verdict) -> None:
         q, kv = held["q"].view, held["kv"].view
@@ -212,7 +219,7 @@ class AttentionGradOp(AttentionOp):
             (out, _), (lse, _) = oracle.forward()
         else:
             out, lse = value(held["out"]), value(held["lse"])
-        want = oracle.backward(g, out, lse, loose=way.library == "torch")
+        want = oracle.backward(g, out, lse, own=way.library == "torch" and not way.reference)
         for label, x, pair, like in zip(
             ("grad_q", "grad_kv", "grad_sinks"), got, want, ("q", "kv", "sinks"), strict=False
         ):
@@ -234,6 +241,9 @@ class DenseOp(AttentionOp):
     def ways(self, device: str, text: str = "") -> list[Way]:
         found = (Way("numpy" if device == "cpu" else "cupy", device, "reference"), Way("torch", device, "torch"))
         return [way for way in found if text in str(way)]
+
+    def operands(self, way: Way, case: dict) -> str | None:
+        return None
 
     def run(self, way: Way, case: dict, held: dict[str, Held | None]) -> list[Any]:
         arrays = (way.give(held[n]) for n in ("q", "kv", "sinks", "ids"))

@@ -5,8 +5,9 @@ returns pairs (value, bound): a float32 implementation of the definition that ro
 the input dtype stays within the bound. The bounds follow the data, so that cancellation, large scales and tiny numbers
 need no table:
 
-- `unit` (UNIT): rounding of a product's operand or a result to the input dtype, half a unit in the last place. Those of
-  many operands are independent: they add as squares, and SIGMAS times their root is allowed.
+- `unit` (UNIT), STEP: rounding of a product's operand or a result to the input dtype, half a unit in the last place, of
+  float16 below its normal numbers half a step. Attention takes the sum of magnitudes. The indexer takes those of many
+  operands as independent: they add as squares, and SIGMAS times their root is allowed.
 - `acc` (ACC): arithmetic of the compute dtype: sums in any order, exponentials, the hardware's shorter mantissas. It
   multiplies the sum of magnitudes.
 - `least` (LEAST): what a dtype cannot tell from 0 (float16 operands below its normal numbers; flushed float32 numbers).
@@ -22,6 +23,7 @@ UNIT = {"float64": 0.0, "float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8
 LAST = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 ACC = {"float64": 2.0**-46, "float32": 2.0**-19}
 LEAST = {"float64": 1e-300, "float32": 2.0**-124, "float16": 2.0**-24, "bfloat16": 2.0**-124}
+STEP = {"float64": 0.0, "float32": 0.0, "float16": 2.0**-25, "bfloat16": 0.0}  # half of the least number above 0
 SIGMAS = 5.0
 SHORT = 64  # terms of a sum that ACC covers; equal terms one after another err in one direction
 VANISHED = 2e-35  # exp(-80): a weight below it may count as 0
@@ -42,20 +44,31 @@ def compute(*tensors: torch.Tensor) -> str:
 def rounded(value: torch.Tensor, error: torch.Tensor, dtype: torch.dtype) -> Pair:
     """(value, error + one rounding of the result to dtype)."""
     kind = name(dtype)
-    return value, error + LAST[kind] * value.abs() + 2 * LEAST[kind]
+    return value, error + LAST[kind] * (value.abs() + error) + 2 * LEAST[kind]
+
+
+def operand_error(size: torch.Tensor, kind: str | None) -> torch.Tensor:
+    """What numbers of these magnitudes lose at most when they are rounded to a dtype: half a unit in the last place, or
+    half of the least number, or all of what is less; None: nothing."""
+    if kind is None or UNIT[kind] == 0.0:
+        return torch.zeros_like(size)
+    return torch.maximum(UNIT[kind] * size, size.clamp(max=STEP[kind]))
 
 
 # --- Sparse attention ----------------------------------------------------------------------------------------
 
 
 class Attention:
-    """One call: scores, probabilities and their relative errors, from which forward and backward follow."""
+    """One call: scores, probabilities and what they may be off by, from which forward and backward follow.
 
-    def __init__(self, q, kv, sinks, ids, scale: float, half: torch.dtype | None = None) -> None:
+    operands: the half type that p and ds are rounded to before they meet values, queries and incoming gradients in a
+    product; None where they are not. Equal numbers are rounded in one direction (slots that name one key, keys with one
+    score, all slots where scale is 0), and so nothing averages out: bounds are sums of magnitudes, of first order.
+    """
+
+    def __init__(self, q, kv, sinks, ids, scale: float, operands: str | None = None) -> None:
         self.dtype, self.kv_dtype, self.sinks_dtype, self.scale = q.dtype, kv.dtype, sinks.dtype, scale
-        kind = name(kv.dtype if half is None else half)
-        self.unit, self.base = UNIT[kind], ACC[compute(q, kv)]
-        self.least = LEAST[kind] if kind == "float16" else 0.0
+        self.operands, self.base = operands, ACC[compute(q, kv)]
         if ids.shape[2] == 0:
             ids = torch.full((*ids.shape[:2], 1), -1, dtype=torch.int64, device=ids.device)
         keys = kv.shape[1]
@@ -68,10 +81,10 @@ class Attention:
         else:
             batch = torch.arange(q.shape[0], device=q.device)[:, None, None]
             self.rows = torch.where(self.valid[..., None], kv.double()[batch, self.ids], 0.0)  # [B, S, T, D]
-        self.across = self.rows.transpose(2, 3)
+        self.size = self.rows.abs()
         self.mask = self.valid[:, :, None, :]
-        self.scores = torch.where(self.mask, self.q @ self.across * scale, -INF)  # [B, S, H, T]
-        size = torch.where(self.mask, self.q.abs() @ self.across.abs() * abs(scale), 0.0)
+        self.scores = torch.where(self.mask, self.q @ self.rows.mT * scale, -INF)  # [B, S, H, T]
+        size = torch.where(self.mask, self.q.abs() @ self.size.mT * abs(scale), 0.0)
         self.off = (2 * self.base * size.amax(3, keepdim=True)).nan_to_num(0.0)  # error of a score
         self.drift = self.off.clamp(max=1.0)  # relative error of its exponential
         self.acc = self.base * (1 + max(ids.shape[2], ids.shape[0] * ids.shape[1], q.shape[2]) / SHORT)
@@ -88,52 +101,73 @@ class Attention:
     def forward(self) -> tuple[Pair, Pair]:
         """((out, bound), (lse, bound))."""
         out = self.p @ self.rows
-        size = self.rows.abs()
-        error = SIGMAS * self.unit * (self.p.square() @ self.rows.square()).sqrt()
-        error = error + (2 * self.drift + self.acc) * (self.p @ size)
-        error = error + max(self.least, VANISHED) * size.sum(2)[:, :, None, :]
+        error = self._p_error() @ self.size
+        # A weight of float32's smallest numbers may count as 0, whatever it stands beside.
+        error = error + VANISHED * self.size.sum(2)[:, :, None, :]
         lse = torch.where(self.empty, -INF, self.top + torch.log(torch.where(self.empty, 1.0, self.total)))
-        lse_error = 2 * self.off + self.acc * (lse.abs() + 1)
-        return rounded(out, error.nan_to_num(0.0), self.dtype), (lse[..., 0], lse_error[..., 0].nan_to_num(0.0))
+        return rounded(out, error.nan_to_num(0.0), self.dtype), (lse[..., 0], self._lse_error(lse)[..., 0])
 
-    def backward(self, grad_out, out, lse, loose: bool = False) -> tuple[Pair, Pair, Pair]:
-        """(value, bound) of grad_q, grad_kv, grad_sinks from a saved out and lse. loose: the implementation saved its
-        own out, rounded to the dtype."""
+    def _p_error(self) -> torch.Tensor:
+        """What p of the forward pass may be off by as a factor of its row, [B, S, H, T]."""
+        # The operand is p over the largest so far, at last the largest of all: float16's steps are parts of that.
+        largest = self.p.amax(3, keepdim=True).clamp(min=1e-300)
+        off = largest * operand_error(self.p / largest, self.operands)
+        # Its own exponential and the denominator's (twice drift); sums over slots, both in the compute dtype.
+        return off + (2 * self.drift + self.acc) * self.p
+
+    def _lse_error(self, lse: torch.Tensor) -> torch.Tensor:
+        return (2 * self.off + self.acc * (lse.abs() + 1)).nan_to_num(0.0, 0.0, 0.0)
+
+    def backward(self, grad_out, out, lse, own: bool = False) -> tuple[Pair, Pair, Pair]:
+        """(value, bound) of grad_q, grad_kv, grad_sinks from a saved out and lse.
+
+        own: the implementation saved those of its own forward pass, out rounded to the dtype; the ones given are right.
+        """
         g, out, lse = grad_out.double(), out.double(), lse.double()[..., None]
         empty, endless = lse == -INF, self.sinks == INF
         lse0, sinks0 = torch.where(empty, 0.0, lse), torch.where(endless, 0.0, self.sinks)
         whole = torch.where(endless, INF, torch.logaddexp(lse0, sinks0))
-        p = torch.where(self.mask & ~empty, torch.exp(self.scores - whole), 0.0)
-        drift = self.drift + self.base * (whole.abs().nan_to_num(0.0, 0.0, 0.0) + 1)
-        drift = drift.clamp(max=1.0)
-        grad_p = g @ self.across
+        seen = self.mask & ~empty
+        p = torch.where(seen, torch.exp(self.scores - whole), 0.0)
+        grad_p = g @ self.rows.mT
         delta = (g * out).sum(3, keepdim=True)
+        ds = torch.where(seen, p * (grad_p - delta), 0.0)
+        # p: error of the score and of the whole denominator's logarithm, a number of the compute dtype.
+        drift = self.drift + self.base * (whole.abs().nan_to_num(0.0, 0.0, 0.0) + 1)
+        if own:
+            drift = drift + self._lse_error(lse)
+        drift = drift.clamp(max=1.0)
+        # delta = grad_out . out: its sum; and what its own out is off by.
         size_delta = (g * out).abs().sum(3, keepdim=True)
-        ds = torch.where(self.mask & ~empty, p * (grad_p - delta), 0.0)
-        # Systematic errors of ds, then those of rounding it.
-        lost = self.base * (g.abs() @ self.across.abs() + size_delta)
-        if loose:
-            lost = lost + SIGMAS * LAST[name(self.dtype)] * (g * out).square().sum(3, keepdim=True).sqrt()
-        off = p * (2 * drift * (grad_p.abs() + delta.abs()) + lost) + self.acc * ds.abs()
-        off = torch.where(self.mask, off + VANISHED * (grad_p.abs() + delta.abs()), 0.0)
-        scale = self.scale
-        noise = (self.unit * ds).square() + (self.least / max(abs(scale), 1e-30)) ** 2 * self.mask.double()
-        grad_q = scale * (ds @ self.rows)
-        error_q = abs(scale) * (SIGMAS * (noise @ self.rows.square()).sqrt() + off @ self.rows.abs())
-        down, p_down = ds.transpose(2, 3), p.transpose(2, 3)  # [B, S, T, H]
-        parts = scale * (down @ self.q) + p_down @ g
-        noise_p = (self.unit * p).square() + self.least**2 * self.mask.double()
-        off_p = torch.where(self.mask, (2 * drift + self.acc) * p + VANISHED, 0.0)
-        bounds = abs(scale) * (off.transpose(2, 3) @ self.q.abs()) + off_p.transpose(2, 3) @ g.abs()
-        noises = scale**2 * (noise.transpose(2, 3) @ self.q.square()) + noise_p.transpose(2, 3) @ g.square()
-        magnitude = abs(scale) * (down.abs() @ self.q.abs()) + p_down.abs() @ g.abs()
-        grad_kv = self._scattered(parts)
-        error_kv = self._scattered(bounds + self.acc_rows * magnitude) + SIGMAS * self._scattered(noises).sqrt()
+        off_delta = self.base * size_delta
+        if own:
+            # A p that is off is so in every column, where it meets grad_out . row; sums err in each column by itself.
+            off_delta = off_delta + (self._p_error() * grad_p.abs()).sum(3, keepdim=True)
+            off_delta = off_delta + self.acc * (g.abs() * (self.p @ self.size)).sum(3, keepdim=True)
+            # out was rounded to its dtype, where small numbers of float16 lose all digits.
+            of_out = torch.maximum(LAST[name(self.dtype)] * out.abs(), out.abs().clamp(max=STEP[name(self.dtype)]))
+            off_delta = off_delta + (g.abs() * of_out).sum(3, keepdim=True)
+        # ds = p (grad_p - delta) in the compute dtype: errors of p, of grad_p = grad_out . row, of delta, of products.
+        meets = grad_p.abs() + delta.abs()
+        off = p * (2 * drift * meets + self.base * (g.abs() @ self.size.mT) + off_delta) + self.acc * ds.abs()
+        off = torch.where(seen, off + VANISHED * meets, 0.0)
+        off_p = torch.where(seen, 2 * drift * p + VANISHED, 0.0)
+        # Operands: scale ds and p of the whole softmax, each with its error and rounded; float16 in steps of 2^-24.
+        scale = abs(self.scale)
+        off_ds = scale * off + operand_error(scale * (ds.abs() + off), self.operands)
+        off_p = off_p + operand_error(p + off_p, self.operands)
+        grad_q = self.scale * (ds @ self.rows)
+        error_q = (off_ds + self.acc * scale * ds.abs()) @ self.size
+        down, p_down = ds.mT, p.mT  # [B, S, T, H]
+        parts = self.scale * (down @ self.q) + p_down @ g
+        # Sums over heads, slots that name the key, and queries, in any order.
+        bounds = (off_ds.mT + self.acc_rows * scale * down.abs()) @ self.q.abs()
+        bounds = bounds + (off_p.mT + self.acc_rows * p_down) @ g.abs()
+        grad_kv, error_kv = self._scattered(parts), self._scattered(bounds)
         p_sink = torch.where(empty | endless, 0.0, torch.exp(sinks0 - whole))
         grad_sinks = -(p_sink * torch.where(empty, 0.0, delta)).sum((0, 1, 3))
-        error_s = p_sink * (2 * drift * delta.abs() + self.acc * size_delta) + VANISHED * delta.abs()
-        if loose:
-            error_s = error_s + p_sink * (lost - self.base * (g.abs() @ self.across.abs())).amax(3, keepdim=True)
+        # The sink's weight, delta, and the sum over queries.
+        error_s = p_sink * (2 * drift * delta.abs() + off_delta + self.acc * size_delta) + VANISHED * delta.abs()
         error_s = torch.where(empty, 0.0, error_s).sum((0, 1, 3))
         return (
             rounded(grad_q, error_q.nan_to_num(0.0), self.dtype),
