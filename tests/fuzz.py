@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from tests.support.fuzz_arrays import Way
+from tests.support.fuzz_jit import share_numba_kernels
 from tests.support.fuzz_ops import OPS, Op, Refused, Verdict, try_case
 
 AT_ONCE = 16  # verdicts of a GPU looked at with one synchronisation
@@ -401,6 +402,8 @@ def main(arguments: list[str] | None = None) -> int:
         return report(spread(options), time.monotonic() - start, options.seed)
     if options.device == "cpu":
         torch.set_num_threads(1)
+    else:
+        share_numba_kernels()
     session = Session(pairs_of(options.device, options.op, options.backend), options.shrink)
     if options.list or not session.pairs:
         print("\n".join(f"{op.name}: {way}" for op, way in session.pairs) or "nothing to try")

@@ -20,7 +20,7 @@ from dsv4cp.sparse_attention import reference as attention_reference  # noqa: E4
 from dsv4cp.sparse_attention import reference_chunks  # noqa: E402
 from dsv4cp.sparse_indices import reference_plan  # noqa: E402
 from tests import fuzz  # noqa: E402
-from tests.support import naive, oracle64  # noqa: E402
+from tests.support import fuzz_arrays, naive, oracle64  # noqa: E402
 from tests.support.fuzz_arrays import Canaries, Way, hold  # noqa: E402
 from tests.support.fuzz_ops import OPS, try_case, value  # noqa: E402
 
@@ -65,6 +65,18 @@ def test_runs_on_the_gpu_find_nothing(capsys, seed):
 def test_every_public_function_and_backend_is_tried():
     tried = {op.functions["array"] for op in OPS.values()}
     assert tried | {"flatten_sparse_indices"} == {name for name in dsv4cp.__all__ if name != "SparseIndexPlan"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1,), (3, 5, 7), (2**21 + 3,), (0, 4)])
+def test_a_gpu_draws_the_numbers_of_a_cpu(shape):
+    """A case that failed on a GPU has the same inputs on a CPU."""
+    for seed in (0, 1, 2**31 - 1):
+        for low, high in ((0, 1), (-3, 4), (-(2**20), 2**33)):
+            drawn = [fuzz_arrays.integers(seed, "x", shape, low, high, device) for device in ("cpu", "cuda")]
+            assert torch.equal(drawn[0], drawn[1].cpu())
+        drawn = [fuzz_arrays.normal(seed, "x", shape, device) for device in ("cpu", "cuda")]
+        assert torch.equal(drawn[0], drawn[1].cpu())
 
 
 # --- The oracle ----------------------------------------------------------------------------------------------

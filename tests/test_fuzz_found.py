@@ -76,12 +76,15 @@ def test_reversed_index_arrays_without_elements_on_the_gpu(name, axis):
 
 
 def run_all(name: str, device: str, layout: str | None = None, **sizes) -> None:
-    """The simplest case with other sizes on all ways; `layout` is that of every array."""
+    """The simplest case with other choices on all ways, as far as they have them; `layout` is that of every array."""
     op = OPS[name]
     for way in op.ways(device):
-        plain = op.plain(way)
-        layouts = {n: layout for n in plain if layout is not None and n.endswith("layout")}
-        case = {"op": name, "way": str(way), **plain, **layouts, **{n: x for n, x in sizes.items() if n in plain}}
+        options: dict[str, list] = {}
+        op.draw(lambda n, values, options=options: options.setdefault(n, values)[0], way)
+        wanted = sizes | {n: layout for n in options if n.endswith("layout")}
+        case = {n: values[0] for n, values in options.items()}
+        case |= {n: x for n, x in wanted.items() if n in options and (not isinstance(x, str) or x in options[n])}
+        case |= {"op": name, "way": str(way), "seed": 1}
         try:
             verdict = try_case(op, case, detail=True)
         except Refused:

@@ -11,7 +11,7 @@ import torch
 import dsv4cp
 
 from . import oracle64
-from .fuzz_arrays import DTYPES, VALUES, Held, Way, floats, hold, integers, normal
+from .fuzz_arrays import DTYPES, VALUES, Held, Way, constants, floats, hold, integers, normal
 from .fuzz_base import (
     COST,
     IDS,
@@ -31,6 +31,12 @@ CPU_COST = 2**19  # as COST, of B*S*T*D and 2*B*S*H*T
 LARGE = {"float16": 30.0}  # size of "large" values where it is not 1e4
 
 
+def portable_dtype(dim: int, heads: int) -> str:
+    """The half type of a case of the portable kernels: each of their tiles of heads is compiled for each head_dim in
+    one type, and each head_dim and each tile meets both. A kernel takes a second or more to compile, a case 4 ms."""
+    return ("bfloat16", "float16")[((64, 128, 256).index(dim) + (heads > 16) + (heads > 32)) % 2]
+
+
 class AttentionOp(Op):
     name, functions, gradient = "attention", {"array": "dsv4_sparse_attention"}, False
 
@@ -39,20 +45,20 @@ class AttentionOp(Op):
 
     def draw(self, choose, way: Way) -> None:
         kernels = not way.reference
-        dtype = choose("dtype", half_dtypes(way))
-        choose(
-            "kv dtype", [dtype] if kernels or way.library == "array_api_strict" else [dtype, dtype, dtype, "float32"]
-        )
-        choose("sinks dtype", ["float32", "float32", dtype, "float64"])
         sizes = (
             [16, 5, 1, 3, 40, 64]
             if (way.reference and way.backend != "auto") or way.device == "cpu"
             else [512, 64, 128, 256]
         )
-        choose("D", sizes)
+        dim = choose("D", sizes)
+        heads = choose("H", [1, 2, 3, 4, 8, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 96, 127, 128])
+        dtype = choose("dtype", half_dtypes(way) if not kernels or dim == 512 else [portable_dtype(dim, heads)])
+        choose(
+            "kv dtype", [dtype] if kernels or way.library == "array_api_strict" else [dtype, dtype, dtype, "float32"]
+        )
+        choose("sinks dtype", ["float32", "float32", dtype, "float64"])
         choose("B", [1, 2, 3, 1, 0] if choose("zero", [False] * 15 + [True]) else [1, 2, 3])
         choose("S", [1, 2, 3, 5, 17, 33, 0])
-        choose("H", [1, 2, 3, 4, 8, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 96, 127, 128])
         choose("K", [1, 2, 7, 8, 40, 64, 129, 300, 700, 0])
         choose("T", [1, 2, 3, 4, 7, 16, 31, 63, 64, 65, 127, 128, 129, 192, 300, 640, 705, 1152, 1300, 0])
         choose("ids", list(IDS))
@@ -116,7 +122,7 @@ class AttentionOp(Op):
         if kind in fixed:
             x = torch.full_like(x, fixed[kind])
         elif kind == "mixed":
-            values = torch.tensor([INF, -INF, 2e38, -2e38, 1e4, -1e4, 0.0, 20.0], dtype=torch.float64, device=device)
+            values = constants((INF, -INF, 2e38, -2e38, 1e4, -1e4, 0.0, 20.0), torch.float64, device)
             which = integers(case["seed"], "mixed", (heads,), 0, 16, device)
             x = torch.where(which < 8, values[which % 8], x)
         return x.to(dtype)

@@ -17,7 +17,7 @@ import torch
 from dsv4cp import _backend
 from dsv4cp.commands import offers
 
-from .fuzz_arrays import DTYPES, LAYOUTS, Canaries, Held, Way, integers
+from .fuzz_arrays import DTYPES, LAYOUTS, Canaries, Held, Way, constants, integers
 from .oracle64 import INF, Pair
 
 # What a backend asked for by name may say of arguments that it does not take although they are valid.
@@ -236,7 +236,8 @@ def make_ids(case: dict, device, keys: int, shape: tuple[int, int, int], kind: s
         limits = [-1, -2, -(2**31), 2**31 - 1, keys, keys + 1, -keys, 2 * keys, 0, max(keys - 1, 0)]
         if dtype == "int64":
             limits += [2**32, 2**32 + 1, -(2**63), 2**63 - 1, -(2**32) + 1]
-        values = torch.tensor([x for x in limits if dtype == "int64" or -(2**31) <= x < 2**31], device=device)
+        fit = tuple(x for x in limits if dtype == "int64" or -(2**31) <= x < 2**31)
+        values = constants(fit, torch.int64, device)
         x = torch.where(integers(seed, "which", shape, 0, 2, device) == 0, r, values[r % len(values)])
     elif kind == "tail":
         x = torch.where(t < slots - slots // 3, r, -1)

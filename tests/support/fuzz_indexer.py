@@ -13,7 +13,7 @@ import torch
 import dsv4cp
 
 from . import oracle64
-from .fuzz_arrays import DTYPES, Held, Way, floats, hold, integers
+from .fuzz_arrays import DTYPES, Held, Way, constants, floats, hold, integers
 from .fuzz_base import (
     COST,
     IDS,
@@ -349,7 +349,7 @@ def special_scores(case: dict, shape: tuple[int, ...], device) -> torch.Tensor:
     seed = case["seed"]
     x = floats(seed, "scores", shape, case["dtype"], "integers" if case["ties"] else "normal", device)
     if case["special"]:
-        values = torch.tensor(SPECIAL, dtype=torch.float64, device=device).to(x.dtype)
+        values = constants(SPECIAL, torch.float64, device).to(x.dtype)
         which = integers(seed, "special", shape, 0, 4 * len(SPECIAL), device)
         x = torch.where(which < len(SPECIAL), values[which % len(SPECIAL)], x)
     return x

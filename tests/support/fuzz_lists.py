@@ -11,7 +11,7 @@ import torch
 import dsv4cp
 
 from . import oracle64
-from .fuzz_arrays import DTYPES, Held, Way, hold, integers
+from .fuzz_arrays import DTYPES, Held, Way, constants, hold, integers
 from .fuzz_base import (
     IDS,
     Op,
@@ -143,7 +143,7 @@ class BuildOp(Op):
             held["pooled_segment_ids"] = ids("entry", (b, p), 0, 3)
             held["pooled_positions"] = ids("place", (b, p), 0, 5)
         if case["mask"] != "none":
-            values = torch.tensor([0.0, 0.0, 0.0, -0.0, 3.0, math.nan, -1e-6, -INF], device=device)
+            values = constants((0.0, 0.0, 0.0, -0.0, 3.0, math.nan, -1e-6, -INF), torch.float32, device)
             shape = (1 if case["mask"] == "shared" else b, 1, s, case["K"] + 2)
             mask = values[integers(seed, "mask", shape, 0, 8, device)]
             held["attention_mask"] = hold(
