@@ -60,6 +60,16 @@ def test_entry_gradients_of_half_types_are_rounded_once():
     assert k.grad.dtype == torch.bfloat16 and k.grad.item() == WHOLE
 
 
+def test_bounds_count_the_smallest_numbers_of_the_arithmetic():
+    """Gradients of float64 sinks from float32 arithmetic among subnormal numbers."""
+    op = OPS["attention gradient"]
+    for way in op.ways("cpu"):
+        sizes = {"D": 16, "H": 2, "T": 31, "dtype": "float32", "kv dtype": "float32", "sinks dtype": "float64"}
+        sizes |= {"values": "denormal", "seed": 0}
+        verdict = try_case(op, {"op": op.name, "way": str(way), **op.plain(way), **sizes}, detail=True)
+        assert not verdict.failed(), (str(way), verdict.notes)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("axis", "SKTH")
 @pytest.mark.parametrize("name", ["attention", "attention gradient"])

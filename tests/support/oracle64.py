@@ -24,6 +24,7 @@ LAST = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-11, "bfloat16
 ACC = {"float64": 2.0**-46, "float32": 2.0**-19}
 LEAST = {"float64": 1e-300, "float32": 2.0**-124, "float16": 2.0**-24, "bfloat16": 2.0**-124}
 STEP = {"float64": 0.0, "float32": 0.0, "float16": 2.0**-25, "bfloat16": 0.0}  # half of the least number above 0
+TINY = {"float64": 2.0**-1022, "float32": 2.0**-126}  # the least normal number
 SIGMAS = 5.0
 SHORT = 64  # terms of a sum that ACC covers; equal terms one after another err in one direction
 VANISHED = 2e-35  # exp(-80): a weight below it may count as 0
@@ -68,7 +69,7 @@ class Attention:
 
     def __init__(self, q, kv, sinks, ids, scale: float, operands: str | None = None) -> None:
         self.dtype, self.kv_dtype, self.sinks_dtype, self.scale = q.dtype, kv.dtype, sinks.dtype, scale
-        self.operands, self.base = operands, ACC[compute(q, kv)]
+        self.operands, self.base, self.tiny = operands, ACC[compute(q, kv)], TINY[compute(q, kv)]
         if ids.shape[2] == 0:
             ids = torch.full((*ids.shape[:2], 1), -1, dtype=torch.int64, device=ids.device)
         keys = kv.shape[1]
@@ -139,7 +140,7 @@ class Attention:
         drift = drift.clamp(max=1.0)
         # delta = grad_out . out: its sum; and what its own out is off by.
         size_delta = (g * out).abs().sum(3, keepdim=True)
-        off_delta = self.base * size_delta
+        off_delta = self.base * size_delta + self.tiny * g.shape[3]  # products may count as 0, below normal numbers
         if own:
             # A p that is off is so in every column, where it meets grad_out . row; sums err in each column by itself.
             off_delta = off_delta + (self._p_error() * grad_p.abs()).sum(3, keepdim=True)
@@ -168,6 +169,7 @@ class Attention:
         grad_sinks = -(p_sink * torch.where(empty, 0.0, delta)).sum((0, 1, 3))
         # The sink's weight, delta, and the sum over queries.
         error_s = p_sink * (2 * drift * delta.abs() + off_delta + self.acc * size_delta) + VANISHED * delta.abs()
+        error_s = error_s + self.tiny
         error_s = torch.where(empty, 0.0, error_s).sum((0, 1, 3))
         return (
             rounded(grad_q, error_q.nan_to_num(0.0), self.dtype),
