@@ -29,6 +29,7 @@ def launches(monkeypatch):
         assert arguments.keys() == kinds.keys()
         for name, value in arguments.items():
             assert type(value) is (kinds[name] or int), name
+            assert kinds[name] or 0 <= value < 2**64, f"{name} is no address"
         values = {name: value.item() if kinds[name] else value for name, value in arguments.items()}
         defines = {name: int(v) if v.isdecimal() else v for name, v in kernel.defines}
         variants = {**cuda_bwd.VARIANTS, **cuda_bwd_mma.VARIANTS}[kernel.file]
