@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import threading
@@ -77,6 +78,30 @@ def test_a_gpu_draws_the_numbers_of_a_cpu(shape):
             assert torch.equal(drawn[0], drawn[1].cpu())
         drawn = [fuzz_arrays.normal(seed, "x", shape, device) for device in ("cpu", "cuda")]
         assert torch.equal(drawn[0], drawn[1].cpu())
+
+
+def test_kernels_that_cases_need_are_compiled_beforehand():
+    """Main kernels of attention on the portable path, by what the drawn cases say; each head_dim and each tile of heads
+    meets both half types."""
+    pytest.importorskip("cupy")
+    from dsv4cp.sparse_attention import cuda, cuda_bwd_mma
+    from tests.gpu import warm
+
+    listed = [json.dumps(defines) for _, defines in warm.variants()]
+    met, rng = set(), random.Random(0)
+    for name in ("attention", "attention gradient"):
+        for _ in range(400):
+            case = fuzz.random_case(OPS[name], Way("cupy", "cuda", "cuda"), rng)
+            dtype, dim, heads = case["dtype"], case["D"], next(n for n in (16, 32, 64, 128) if n >= case["H"])
+            tile = [next(t for t in m.TILES[dim] if t[0] == min(heads, 64)) for m in (cuda, cuda_bwd_mma)]
+            met |= {(dim, dtype), (min(heads, 64), dtype)}
+            if name == "attention":
+                assert json.dumps(cuda._defines(dtype, dim, tile[0], case["rounding"])) in listed
+            elif dim != 512 or "flipped" in (case["q layout"], case["g layout"]):
+                fixed = case["impl"] == "deterministic"
+                for part in (3,) if heads <= 64 else (1, 2):
+                    assert json.dumps(cuda_bwd_mma._defines(dtype, dim, tile[1], part, fixed)) in listed
+    assert met == {(n, dtype) for n in (64, 128, 256, 512, 16, 32) for dtype in ("bfloat16", "float16")}
 
 
 # --- The oracle ----------------------------------------------------------------------------------------------
@@ -367,8 +392,6 @@ def test_layouts_hold_the_same_numbers():
 
 
 def test_a_line_runs_again(capsys):
-    import json
-
     case = {"op": "plan", "way": "numpy/cpu/auto", **OPS["plan"].plain()}
     assert fuzz.main(["--case", json.dumps(case)]) == 0
     assert "fine" in capsys.readouterr().out

@@ -22,18 +22,20 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from dsv4cp import _kernel_text, _kernels
+from tests.support import fuzz_kernels
 
 ROOT = Path(__file__).parents[2]
 
 
 def variants() -> list[tuple[str, dict[str, Any]]]:
-    """(file, defines) of what the slices launch, the slow ones first."""
+    """(file, defines) of what the slices list and of what the fuzzer launches besides, the slow ones first."""
     found = {}
     for file in sorted((ROOT / "dsv4cp").glob("*/cuda*.py")):
         module = importlib.import_module(f"dsv4cp.{file.parent.name}.{file.stem}")
         for source, all_defines in getattr(module, "VARIANTS", {}).items():
             for defines in all_defines:
                 found[source, json.dumps(defines)] = (source, defines)
+    found |= {(source, json.dumps(defines)): (source, defines) for source, defines in fuzz_kernels.variants()}
     return sorted(found.values(), key=lambda v: -len(_kernel_text.expand(v[0])))
 
 

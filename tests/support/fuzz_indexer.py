@@ -49,9 +49,12 @@ class ScoresOp(Op):
 
     def draw(self, choose, way: Way) -> None:
         kernels = not way.reference
-        dtype = choose("dtype", half_dtypes(way)[:1] * 3 + half_dtypes(way) if kernels else half_dtypes(way))
+        dim = choose("E", [128, 128, 128, 64, 32] if kernels else [8, 1, 3, 16, 128])
+        half = half_dtypes(way)
+        if kernels:  # as the specialisations of fuzz_kernels.py
+            half = half[:1] * 2 + half if dim == 128 else half[:1]
+        dtype = choose("dtype", half)
         choose("w dtype", [dtype, dtype, "float32"])
-        choose("E", [128, 128, 128, 64, 32] if kernels else [8, 1, 3, 16, 128])
         choose("I", [64, 64, 32, 16, 8, 1, 3, 33, 65, 128] if kernels else [1, 2, 3, 4, 8, 64])
         choose("B", [1, 2, 3, 0] if choose("zero", [False] * 15 + [True]) else [1, 2, 3])
         choose("S", [1, 2, 3, 8, 9, 17, 63, 64, 65, 130, 0])

@@ -4,9 +4,9 @@ take each longer than all of its cases.
 
 from __future__ import annotations
 
+import getpass
 import hashlib
 import importlib
-import os
 import tempfile
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def share_numba_kernels() -> None:
         return
     files = [ROOT / "_numba.py", *sorted(ROOT.glob("*/numba_cuda*.py"))]
     text = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"dsv4cp-fuzz-{os.getuid()}-{text}"
+    folder = Path(tempfile.gettempdir()) / f"dsv4cp-fuzz-{getpass.getuser()}-{text}"
     folder.mkdir(mode=0o700, exist_ok=True)
     import numba
     from numba.cuda.dispatcher import CUDADispatcher
