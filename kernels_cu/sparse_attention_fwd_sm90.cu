@@ -5,14 +5,17 @@
 //     s[h,t]   = scale q[h] . kv[id_t]              over slots t with 0 <= id_t < keys, in slot order
 //     out[h]   = sum_t exp(s_t) kv[id_t] / (sum_t exp(s_t) + exp(sink_h)),    lse[h] = log sum_t exp(s_t)
 //
-// Grid: persistent, one block a multiprocessor; block i takes the items i, i + grid, ...; an item is 64 heads of one query.
+// Grid: persistent, one block a multiprocessor and no more than items; block i takes the items i, i + grid, ..., rotated so
+//   that the first ones come last; an item is 64 heads of one query.
 // Block: 512 threads in roles that run ahead of each other, coupled by mbarriers alone:
-//   score warpgroup     S = Q K^T of a block of 48 keys, softmax, p to shared memory; half of Q lives in its registers
+//   score warpgroup     S = Q K^T of a block of 48 keys, softmax, p to shared memory; three quarters of Q live in its registers
 //   value warpgroups    two, 256 columns each: O += P V, the output
-//   gather warps        three: the key rows of each block, 16 bytes a lane, three blocks in shared memory
+//   gather warps        three: the key rows of each block, eight lanes a row, four blocks in shared memory; before an item's
+//                       keys, as one more block, the part of its Q that goes to registers
 //   index warp          reads the id row, drops masked slots and hands out blocks of 48 ids in slot order
-// Shared memory (dynamic, 222 KB): Q [8 chunks][64][64], keys [3][8 chunks][48][64] (128-byte swizzled, so that the same
-//   rows serve as K-major keys and N-major values), p in the order of the value warps' registers, factors, ids.
+// Shared memory (dynamic, 223 KB): the last two chunks of Q [2][64][64], keys [4][8 chunks][48][64] (128-byte swizzled, so
+//   that the same rows serve as K-major keys and N-major values), p [2][6][64][8] as operand A, factors, ids.
+// Registers: 128 a thread at launch, 152 score, 160 value, 40 gather and index warps: all 65536.
 // Determinism: no atomics; every sum has a fixed order that the query's own valid ids decide. A query's bits do not
 //   depend on B, S, its place or other queries.
 //
@@ -42,7 +45,7 @@
 //  11  no score warpgroup, each value warpgroup scores its own half of the columns, partial sums exchanged: slower; the
 //      value products' issue stalls behind the scores' (see 5).
 //  12  scores rounded before the maximum is subtracted (a fused product made NaN of scores of 1e9): not timed apart.
-//  What is left a block: scores 1240, softmax 980, hand-over 320, waiting for keys 180; 2720 in a row.
+//  What was left a block after 12: scores 1240, softmax 980, hand-over 320, waiting for keys 180; 2720 in a row.
 //  Medians of the kernel alone, random finished entries, after 11 (GEMM not measured in that run; 684 to 794 TFLOP/s in
 //  others of the day): H64 T640 0.547 ms, H64 T160 0.243 ms, S8192 H128 T1152 3.33 ms (the portable kernel: 1.26, 0.54, 8.08).
 //  Beside FlashMLA in one run, after 12, selections with fewer finished entries (382, 142, 640 a query), GEMM 702 TFLOP/s:
@@ -64,33 +67,57 @@
 //      0.67 where the gather warps have 24 registers and spill.
 //      In 15 and 16 the gather warps scan the ids themselves with 32 to 64 slots on their way, and each 32 ids are a line
 //      from DRAM: the scan, which here runs eight blocks ahead, may be what they wait for (not separated).
-//  17  here, the last query first and maxima shuffled only where a score rises by more than 2^8: 0.591, 0.247, 3.439.
+//  17  the kernel after 12, the last query first and maxima shuffled only where a score rises by more than 2^8: 0.591, 0.247, 3.439.
 //      Not kept, the two not told apart. A guess: every block then has rows of one length from the start, and all ask for
 //      Q and ids and store at the same moment.
+//  18  the gather: eight lanes take 16 bytes of each chunk of a row, so that an address serves eight copies instead of two and
+//      ids are read by lane: 68 instructions a warp and block for 224. All in the same run as the kernel before it: H64 T640
+//      0.550 -> 0.522 ms, H64 T160 0.242 -> 0.246, H128 T1152 3.752 -> 3.515.
+//  19  two score warpgroups that take blocks in turn, 640 threads (96 registers a thread: 56 score, 160 value, 48 others),
+//      the whole of Q in shared memory, maxima and sums from one to the other. Expected 0.46 (0.19, 3.0). Got 0.589 to 0.608
+//      (0.248 to 0.259, 3.96 to 4.08) with the old gather; 0.579 to 0.605 (0.247 to 0.251, 3.83 to 3.99) with the new one,
+//      beside 0.577 (0.239, 3.82) of the kernel after 12; 0.561 (0.245, 3.79) with 22, beside 0.550 (0.242, 3.75). Clocks a
+//      block of each, by a build that counts them and is slower for it: scores 1460 to 1510, softmax and hand-over 2100, waiting
+//      for keys 1070 to 1160. Three blocks are too few: each is held for all of that, the values and the gather, and Q's 64 KB
+//      leave no room for a fourth.
+//      Registers: accumulators begin at R24, and of 160 only four are left for A: p of 48 keys does not fit. One k step at a
+//      time, 1020 to 1210 clocks of products a block; p from shared memory, 740 to 820.
+//      m64n256 does not compile at 96 registers a thread, whatever setmaxnreg says.
+//  20  the grid's last, unfilled round takes the first queries, which have few ids: in one run 0.577 -> 0.571, 0.239 -> 0.247,
+//      3.815 -> 3.782; with 21, 0.523 -> 0.511, 0.224 -> 0.225, 3.488 -> 3.444.
+//  21  what stands here: three quarters of Q pass through the ring of keys into registers, one block before an item's keys, and
+//      48 KB less of Q in shared memory make a fourth block of keys; p an operand in shared memory. With 18 and 20, in the run
+//      of 18: 0.508, 0.224, 3.452 beside 0.550, 0.242, 3.752; GEMM 793 to 808 TFLOP/s. A counting build: scores 1060, softmax
+//      800, hand-over 340, waiting for keys 70 a block, 490 an item for Q.
+//      Values that do not wait for the next block's scores (see 4): 0.582, 0.228, 4.105.
+//  22  output through the last block's keys (stmatrix, then whole lines): epilogue 3600 to 4000 -> 2800 clocks by the counting
+//      builds, times 0.511, 0.225, 3.444 beside 0.508, 0.224, 3.452: left out, since score and gather warps run ahead meanwhile.
 //
-// By ncu, busy in percent of the peak: T640 0.549 ms: tensor pipe 55, load/store data pipe 56, L2 32 (5.0 TB/s), DRAM 20, issue
-// slots 36; T160 0.248 ms: 39, 53, 59 (6.4 TB/s), DRAM 62, 35; S2048 H128 T1152 (380 valid) 0.442 ms: 52, 55, 35, 25, 36. No unit
-// is full: warps wait for each other's barriers, the score warpgroup's chain above. T160 also nears what DRAM gives (Q, out).
+// By ncu before 18, busy in percent of the peak: T640 0.549 ms: tensor pipe 55, load/store data pipe 56, L2 32 (5.0 TB/s), DRAM
+// 20, issue slots 36; T160 0.248 ms: 39, 53, 59 (6.4 TB/s), DRAM 62, 35; S2048 H128 T1152 (380 valid) 0.442 ms: 52, 55, 35, 25,
+// 36. No unit is full: warps wait for each other's barriers, the score warpgroup's chain above. T160 also nears what DRAM gives
+// (Q, out).
 #include "common_hopper.cuh"
 
 #ifndef ELEMENT
 #define ELEMENT BFloat16
 #endif
 #ifndef SHARED_BYTES
-#define SHARED_BYTES 228144
+#define SHARED_BYTES 228672
 #endif
 typedef ELEMENT Element;
 typedef Element::storage element;
 
 static const int HEAD_DIM = 512, HEADS = 64;
-static const int SLOTS = 48, STAGES = 3;  // keys of a block, blocks in shared memory
+static const int SLOTS = 48, STAGES = 4;  // keys of a block, blocks in shared memory
 static const int P_STAGES = 2, ID_STAGES = 8;
 static const int SCORE_STAGES = 4;  // enough that a phase is never lapped
 static const int GATHER_WARPS = 3, GATHER_ROWS = SLOTS / GATHER_WARPS, THREADS = 512;
-static const int SCORE_REGISTERS = 128, VALUE_REGISTERS = 168, PRODUCER_REGISTERS = 48;
+static const int SCORE_REGISTERS = 152, VALUE_REGISTERS = 160, PRODUCER_REGISTERS = 40;
+static const int Q_HELD = 6;  // of the eight 64-column chunks of Q, those in registers; as many bytes as a block of keys
 static const u32 Q_CHUNK = HEADS * 128, KV_CHUNK = SLOTS * 128, KV_BYTES = 8 * KV_CHUNK, P_BYTES = HEADS * SLOTS * 2;
-static const u32 AT_KEYS = 8 * Q_CHUNK, AT_P = AT_KEYS + STAGES * KV_BYTES, AT_ALPHA = AT_P + P_STAGES * P_BYTES;
-static const u32 AT_FINAL = AT_ALPHA + P_STAGES * HEADS * 4, AT_IDS = AT_FINAL + P_STAGES * HEADS * 4;
+static const u32 AT_KEYS = (8 - Q_HELD) * Q_CHUNK, AT_P = AT_KEYS + STAGES * KV_BYTES, AT_ALPHA = AT_P + P_STAGES * P_BYTES;
+static const u32 AT_FINAL = AT_ALPHA + P_STAGES * HEADS * 4, AT_IDS = AT_FINAL + SCORE_STAGES * HEADS * 4;
 static const u32 AT_ID_META = AT_IDS + ID_STAGES * SLOTS * 4, AT_KEY_META = AT_ID_META + ID_STAGES * 4;
 static const u32 AT_P_META = AT_KEY_META + STAGES * 4, AT_BARS = (AT_P_META + P_STAGES * 4 + 7) / 8 * 8;
 static const int BAR_Q_FULL = 0, BAR_SCORED = 1, BAR_KEY_FULL = BAR_SCORED + SCORE_STAGES, BAR_KEY_FREE = BAR_KEY_FULL + STAGES;
@@ -98,6 +125,7 @@ static const int BAR_P_FULL = BAR_KEY_FREE + STAGES, BAR_P_FREE = BAR_P_FULL + P
 static const int BAR_ID_FREE = BAR_ID_FULL + ID_STAGES, BARS = BAR_ID_FREE + ID_STAGES;
 static const u32 SHARED = AT_BARS + BARS * 8;
 static_assert(SHARED == SHARED_BYTES, "what cuda_sm90.py asks for");
+static_assert(Q_HELD * Q_CHUNK == KV_BYTES, "a block of Q fills the place of a block of keys");
 
 static const u32 LAST = 0x10000;  // flag beside a block's slot count
 static const float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
@@ -118,6 +146,36 @@ DEVICE float exp2_fast(float x) {
     return y;
 }
 
+// d[64 x 128] += A[64 x 16] B[16 x 128]: both from shared memory, A K-major, B N-major (transposed).
+DEVICE void wgmma_m64n128k16_ss_t(float (&d)[64], u64 a, u64 b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." ELEMENT_PTX "." ELEMENT_PTX " {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, "
+        "%8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, "
+        "%24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, "
+        "%40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, "
+        "%56, %57, %58, %59, %60, %61, %62, %63"
+        "}, %64, %65, p, 1, 1, 0, 1;\n}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// A 16-bit K-major operand of 8 x 8 blocks of 128 contiguous bytes, not swizzled. k_step, m_step: bytes between blocks.
+DEVICE u64 operand_blocks(u32 address, u32 k_step, u32 m_step) {
+    return (u64)((address & 0x3ffff) >> 4) | ((u64)(k_step >> 4) << 16) | ((u64)(m_step >> 4) << 32);
+}
+
 struct Call {
     const TensorMap* q_map;
     const element *q, *kv;
@@ -126,9 +184,22 @@ struct Call {
     element* out;
     float* lse;
     i64 q_stride_b, q_stride_s, q_stride_h, kv_stride_b, kv_stride_k;
-    int queries, heads, keys, slots, head_blocks, items;
+    int queries, heads, keys, slots, head_blocks, items, shift;
     float scale;
 };
+
+// The grid's last round is not a full one: it takes the first items, which have the fewest ids where queries are causal.
+DEVICE int item_at(const Call& p, int i) {
+    i += p.shift;
+    return i >= p.items ? i - p.items : i;
+}
+
+// Read again where it is wanted, so that nothing that follows from it occupies a register between.
+DEVICE int thread_now() {
+    int t;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
+    return t;
+}
 
 // ---- Index warp ----------------------------------------------------------------------------------------
 
@@ -136,8 +207,8 @@ struct Call {
 DEVICE void index_warp(const Call& p, u32 shared, u32 bars, int lane) {
     int stage = 0;
     u32 parity = 1;
-    for (int item = blockIdx.x; item < p.items; item += gridDim.x) {
-        const int query = item / p.head_blocks, h0 = item % p.head_blocks * HEADS, rows = min(HEADS, p.heads - h0);
+    for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
+        const int item = item_at(p, i), query = item / p.head_blocks, h0 = item % p.head_blocks * HEADS, rows = min(HEADS, p.heads - h0);
         const char* q = (const char*)(p.q + query / p.queries * p.q_stride_b + query % p.queries * p.q_stride_s + h0 * p.q_stride_h);
         for (int line = lane; line < rows * 8; line += 32)
             asm volatile("prefetch.global.L2 [%0];" ::"l"(q + (line >> 3) * p.q_stride_h * 2 + (line & 7) * 128));
@@ -181,36 +252,46 @@ DEVICE void index_warp(const Call& p, u32 shared, u32 bars, int lane) {
 
 // ---- Gather warps --------------------------------------------------------------------------------------
 
+// Chunks from..to-1 of Q of this thread block's item i; heads beyond H arrive as zeros. One thread, whose arrival it is too.
+DEVICE void load_q(const Call& p, u32 at, u32 bar, int i, int from, int to) {
+    const int item = item_at(p, i), query = item / p.head_blocks, h0 = item % p.head_blocks * HEADS;
+    bar_arrive_expecting(bar, (to - from) * Q_CHUNK);
+#pragma unroll 1
+    for (int c = from; c < to; c++, at += Q_CHUNK)
+        load_box(at, p.q_map, c * 64, h0, query % p.queries, query / p.queries, bar);
+}
+
+// Q of an item takes the place of one more block, before its keys.
 DEVICE void gather_warp(const Call& p, u32 shared, u32 bars, int warp, int lane) {
     int stage = 0, id_stage = 0;
     u32 parity = 1, id_parity = 0;
-    for (int item = blockIdx.x; item < p.items; item += gridDim.x) {
-        const element* kv = p.kv + item / p.head_blocks / p.queries * p.kv_stride_b + lane * 8;
+    const i64 stride = p.kv_stride_k * 2;
+    for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
+        const char* kv = (const char*)(p.kv + item_at(p, i) / p.head_blocks / p.queries * p.kv_stride_b) + (lane & 7) * 16;
         bool more = true;
+        bar_wait(bars + (BAR_KEY_FREE + stage) * 8, parity);
+        if (warp == 0 && lane == 0) load_q(p, shared + AT_KEYS + stage * KV_BYTES, bars + (BAR_KEY_FULL + stage) * 8, i, 0, Q_HELD);
+        __syncwarp();
+        bar_arrive(bars + (BAR_KEY_FULL + stage) * 8);
+        if (++stage == STAGES) stage = 0, parity ^= 1;
         while (more) {
             bar_wait(bars + (BAR_ID_FULL + id_stage) * 8, id_parity);
             const u32 meta = load_u32(shared + AT_ID_META + id_stage * 4);
             bar_wait(bars + (BAR_KEY_FREE + stage) * 8, parity);
-            u32 from = shared + AT_IDS + (id_stage * SLOTS + warp * GATHER_ROWS) * 4;
-            u32 tile = shared + AT_KEYS + stage * KV_BYTES + (lane >> 3) * KV_CHUNK + warp * GATHER_ROWS * 128 + ((lane & 7) << 4);
-            int left = (int)(meta & 0xffff) - warp * GATHER_ROWS;  // rows below it exist; the others are zero-filled
-#pragma unroll 1
-            for (int i = 0; i < GATHER_ROWS; i += 8, from += 32, tile += 1024, left -= 8) {
-                int id[8];  // read before the first copy is issued: the copies then follow each other at once
+            // Eight lanes a row, 16 bytes of each of its eight chunks a lane: an address serves eight copies.
+            const u32 from = shared + AT_IDS + (id_stage * SLOTS + warp * GATHER_ROWS + (lane >> 3)) * 4;
+            const int left = (int)(meta & 0xffff) - warp * GATHER_ROWS - (lane >> 3);  // rows below it exist; the others are zero-filled
+            u32 to = shared + AT_KEYS + stage * KV_BYTES + warp * GATHER_ROWS * 128 + (lane >> 3) * 128 + (((lane & 7) ^ (lane >> 3)) << 4);
+            u32 id[GATHER_ROWS / 4];
 #pragma unroll
-                for (int k = 0; k < 8; k += 4)
-                    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                                 : "=r"(id[k]), "=r"(id[k + 1]), "=r"(id[k + 2]), "=r"(id[k + 3])
-                                 : "r"(from + k * 4)
-                                 : "memory");
+            for (int k = 0; k < GATHER_ROWS / 4; k++) id[k] = load_u32(from + k * 16);
 #pragma unroll
-                for (int k = 0; k < 8; k++) {
-                    const int bytes = k < left ? 16 : 0;
-                    const element* row = kv + (i64)(bytes ? id[k] : 0) * p.kv_stride_k;
-                    const u32 to = (tile + k * 128) ^ (k << 4);  // the tile starts on an 8-row boundary
-                    copy16(to, row, bytes);
-                    copy16(to + 4 * KV_CHUNK, row + 256, bytes);
-                }
+            for (int k = 0; k < GATHER_ROWS / 4; k++) {
+                const int bytes = k * 4 < left ? 16 : 0;
+                const char* row = kv + (u64)(bytes ? id[k] : 0) * (u64)stride;
+#pragma unroll
+                for (int c = 0; c < 8; c++) copy16(to + c * KV_CHUNK, row + c * 128, bytes);
+                to = (to ^ 64) + 512;  // row 4 more: its 16-byte units swap places
             }
             bar_arrive_after_copies(bars + (BAR_KEY_FULL + stage) * 8);
             if (warp == 0 && lane == 0) {
@@ -228,33 +309,20 @@ DEVICE void gather_warp(const Call& p, u32 shared, u32 bars, int warp, int lane)
 
 // ---- Score warpgroup -----------------------------------------------------------------------------------
 
-// Q of an item in eight boxes of 64 columns; heads beyond H arrive as zeros. One thread.
-DEVICE void load_q(const Call& p, u32 shared, u32 bars, int item) {
-    const int query = item / p.head_blocks, h0 = item % p.head_blocks * HEADS;
-    bar_arrive_expecting(bars + BAR_Q_FULL * 8, 8 * Q_CHUNK);
-#pragma unroll 1
-    for (int c = 0; c < 8; c++)
-        load_box(shared + c * Q_CHUNK, p.q_map, c * 64, h0, query % p.queries, query / p.queries, bars + BAR_Q_FULL * 8);
-}
-
-// s = Q K^T of one block, started. The first half of Q's columns comes from registers.
-DEVICE void start_scores(float (&s)[SLOTS / 2], const u32 (&q)[16][4], u32 shared, u32 keys) {
-    u64 a = operand(shared + 4 * Q_CHUNK, 16, 1024), b = operand(keys, 16, 1024);
+// s = Q K^T of one block, started. The first chunks of Q come from registers, the others lie before the keys.
+DEVICE void start_scores(float (&s)[SLOTS / 2], const u32 (&q)[Q_HELD * 4][4], u32 shared, u32 keys) {
+    u64 a = operand(shared, 16, 1024), b = operand(keys, 16, 1024);
     fence_async();
     wgmma_begin();
 #pragma unroll
-    for (int i = 0; i < 16; i++) {
+    for (int i = 0; i < Q_HELD * 4; i++) {
         if (i == 0) wgmma_m64n48k16_rs_first(s, q[0], b);
         else wgmma_m64n48k16_rs(s, q[i], b + (((i >> 2) * KV_CHUNK + (i & 3) * 32) >> 4), 1);
     }
-    b += 4 * KV_CHUNK >> 4;
-#pragma unroll 1
-    for (int c = 0; c < 4; c++) {
+    b += Q_HELD * KV_CHUNK >> 4;
 #pragma unroll
-        for (int k = 0; k < 4; k++) wgmma_m64n48k16_ss(s, a + (k * 32 >> 4), b + (k * 32 >> 4), 1);
-        a += Q_CHUNK >> 4;
-        b += KV_CHUNK >> 4;
-    }
+    for (int i = 0; i < 32 - Q_HELD * 4; i++)
+        wgmma_m64n48k16_ss(s, a + (((i >> 2) * Q_CHUNK + (i & 3) * 32) >> 4), b + (((i >> 2) * KV_CHUNK + (i & 3) * 32) >> 4), 1);
     wgmma_end();
 }
 
@@ -307,23 +375,29 @@ DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars, int thread) {
     const int lane = thread & 31, warp = thread >> 5, row = warp * 16 + (lane >> 2);
     int stage = 0, p_stage = 0, scored = 0;
     u32 parity = 0, p_parity = 1, q_parity = 0;
-    if (thread == 0 && blockIdx.x < p.items) load_q(p, shared, bars, blockIdx.x);
-    for (int item = blockIdx.x; item < p.items; item += gridDim.x) {
-        const int query = item / p.head_blocks, h0 = item % p.head_blocks * HEADS;
+    if (thread == 0) load_q(p, shared, bars + BAR_Q_FULL * 8, blockIdx.x, Q_HELD, 8);
+#pragma unroll 1
+    for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         Rows w = {-INFINITE, -INFINITE, 0.f, 0.f};
-        bar_wait(bars + BAR_Q_FULL * 8, q_parity);
-        q_parity ^= 1;
-        u32 q[16][4];
+        bar_wait(bars + (BAR_KEY_FULL + stage) * 8, parity);
+        u32 q[Q_HELD * 4][4];
+        // The swizzle moves 16-byte units by the row; a k step further is another bit pair of the address.
+        const u32 rows = shared + AT_KEYS + stage * KV_BYTES + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
 #pragma unroll
-        for (int i = 0; i < 16; i++) {
-            const int r = warp * 16 + (lane & 15);
-            const u32 from = shared + (i >> 2) * Q_CHUNK + r * 128 + ((((i & 3) * 2 + (lane >> 4)) ^ (r & 7)) << 4);
+        for (int k = 0; k < Q_HELD * 4; k++) {
+            const u32 from = (rows ^ ((k & 3) << 5)) + (k >> 2) * Q_CHUNK;
             asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                         : "=r"(q[i][0]), "=r"(q[i][1]), "=r"(q[i][2]), "=r"(q[i][3])
+                         : "=r"(q[k][0]), "=r"(q[k][1]), "=r"(q[k][2]), "=r"(q[k][3])
                          : "r"(from)
                          : "memory");
         }
+        __syncwarp();
+        if (lane < 2) bar_arrive(bars + (BAR_KEY_FREE + stage) * 8);  // for both value warpgroups
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+        bar_wait(bars + BAR_Q_FULL * 8, q_parity);
+        q_parity ^= 1;
         u32 meta;
+#pragma unroll 1
         do {
             float s[SLOTS / 2], a0, a1;
             u32 packed[SLOTS / 4];
@@ -332,15 +406,17 @@ DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars, int thread) {
             meta = load_u32(shared + AT_KEY_META + stage * 4);
             wgmma_wait();
             if (lane == 0) bar_arrive(bars + (BAR_SCORED + scored) * 8);
+            const int final_stage = scored;
             scored = (scored + 1) % SCORE_STAGES;
             if (++stage == STAGES) stage = 0, parity ^= 1;
-            if ((meta & LAST) && item + gridDim.x < p.items) {
-                asm volatile("bar.sync 1, 128;" ::: "memory");  // no warp reads Q any more
-                if (thread == 0) load_q(p, shared, bars, item + gridDim.x);
+            if ((meta & LAST) && i + gridDim.x < p.items) {
+                asm volatile("bar.sync 1, 128;" ::: "memory");  // no warp reads Q there any more
+                if (thread == 0) load_q(p, shared, bars + BAR_Q_FULL * 8, i + gridDim.x, Q_HELD, 8);
             }
             softmax(p.scale, s, w, packed, a0, a1, meta & 0xffff, lane);
             bar_wait(bars + (BAR_P_FREE + p_stage) * 8, p_parity);
             if (meta & LAST) {
+                const int item = item_at(p, i), query = item / p.head_blocks, h0 = item % p.head_blocks * HEADS;
 #pragma unroll
                 for (int step = 1; step < 4; step *= 2) {
                     w.l0 += __shfl_xor_sync(FULL_WARP, w.l0, step);
@@ -352,17 +428,18 @@ DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars, int thread) {
                         const int h = h0 + row + e * 8;
                         const float m = e ? w.m1 : w.m0, l = e ? w.l1 : w.l0, sink = h < p.heads ? __ldg(p.sinks + h) : 0.f;
                         const float share = l == 0.f ? 0.f : 1.f / (l + exp2_fast(sink * LOG2E - m));  // no valid slot: 0 for any sink
-                        store_float(shared + AT_FINAL + (p_stage * HEADS + row + e * 8) * 4, share);
+                        store_float(shared + AT_FINAL + (final_stage * HEADS + row + e * 8) * 4, share);
                         if (p.lse && h < p.heads) p.lse[(i64)query * p.heads + h] = l == 0.f ? -INFINITE : m * LN2 + logf(l);
                     }
                 }
             }
-            const u32 at = shared + AT_P + p_stage * P_BYTES + thread * 16;
+            const u32 at = shared + AT_P + p_stage * P_BYTES + (lane >> 4) * 1024 + warp * 256 + (lane & 15) * 16;
 #pragma unroll
             for (int k = 0; k < SLOTS / 16; k++)
-                asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at + k * 2048), "r"(packed[k * 4]), "r"(packed[k * 4 + 1]),
-                             "r"(packed[k * 4 + 2]), "r"(packed[k * 4 + 3])
+                asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at + k * 2048), "r"(packed[k * 4]),
+                             "r"(packed[k * 4 + 1]), "r"(packed[k * 4 + 2]), "r"(packed[k * 4 + 3])
                              : "memory");
+            fence_async();
             if ((lane & 3) == 0) {
                 store_float(shared + AT_ALPHA + (p_stage * HEADS + row) * 4, a0);
                 store_float(shared + AT_ALPHA + (p_stage * HEADS + row + 8) * 4, a1);
@@ -410,33 +487,22 @@ DEVICE void store_columns(const float (&o)[64], float share0, float share1, elem
     }
 }
 
-DEVICE void value_warpgroup(const Call& p, u32 shared, u32 bars, int half, int thread) {
-    const int lane = thread & 31, row = (thread >> 5) * 16 + (lane >> 2);
-    int stage = 0, p_stage = 0, next = 1;
-    u32 p_parity = 0;
-    for (int item = blockIdx.x; item < p.items; item += gridDim.x) {
-        float o0[64], o1[64], share0 = 0.f, share1 = 0.f;  // columns 0..127 and 128..255 of this half
+DEVICE void value_warpgroup(const Call& p, u32 shared, u32 bars, int half) {
+    const int lane = thread_now() & 31;
+    const u32 alpha_at = shared + AT_ALPHA + ((thread_now() >> 5 & 3) * 16 + (lane >> 2)) * 4;
+    int stage = 0;
+    u32 n = 0;  // blocks of keys so far
+#pragma unroll 1
+    for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
+        if (++stage == STAGES) stage = 0;  // Q
+        float o0[64], o1[64];  // columns 0..127 and 128..255 of this half
         int accumulate = 0;
         u32 last;
+#pragma unroll 1
         do {
-            bar_wait(bars + (BAR_P_FULL + p_stage) * 8, p_parity);
-            u32 a[SLOTS / 16][4];
-            const u32 from = shared + AT_P + p_stage * P_BYTES + thread * 16;
-#pragma unroll
-            for (int k = 0; k < SLOTS / 16; k++)
-                asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                             : "=r"(a[k][0]), "=r"(a[k][1]), "=r"(a[k][2]), "=r"(a[k][3])
-                             : "r"(from + k * 2048)
-                             : "memory");
-            const float a0 = load_float(shared + AT_ALPHA + (p_stage * HEADS + row) * 4);
-            const float a1 = load_float(shared + AT_ALPHA + (p_stage * HEADS + row + 8) * 4);
-            last = load_u32(shared + AT_P_META + p_stage * 4);
-            if (last) {
-                share0 = load_float(shared + AT_FINAL + (p_stage * HEADS + row) * 4);
-                share1 = load_float(shared + AT_FINAL + (p_stage * HEADS + row + 8) * 4);
-            }
-            __syncwarp();
-            if (lane == 0) bar_arrive(bars + (BAR_P_FREE + p_stage) * 8);
+            bar_wait(bars + (BAR_P_FULL + (n & 1)) * 8, n >> 1 & 1);
+            const float a0 = load_float(alpha_at + (n & 1) * HEADS * 4), a1 = load_float(alpha_at + (n & 1) * HEADS * 4 + 32);
+            last = load_u32(shared + AT_P_META + (n & 1) * 4);
             if (accumulate && __any_sync(FULL_WARP, a0 != 1.f || a1 != 1.f)) {
 #pragma unroll
                 for (int j = 0; j < 64; j += 4) {
@@ -444,24 +510,30 @@ DEVICE void value_warpgroup(const Call& p, u32 shared, u32 bars, int half, int t
                     o1[j] *= a0, o1[j + 1] *= a0, o1[j + 2] *= a1, o1[j + 3] *= a1;
                 }
             }
+            n++;
             // The next block's scores first: see the head of the file. The item's last block has none to wait for.
-            if (!last) bar_wait(bars + (BAR_SCORED + next % SCORE_STAGES) * 8, next / SCORE_STAGES & 1);
-            next = (next + 1) % (2 * SCORE_STAGES);
+            if (!last) bar_wait(bars + (BAR_SCORED + n % SCORE_STAGES) * 8, n / SCORE_STAGES & 1);
             const u64 v = operand(shared + AT_KEYS + stage * KV_BYTES + half * 4 * KV_CHUNK, KV_CHUNK, 1024);
+            const u64 a = operand_blocks(shared + AT_P + ((n - 1) & 1) * P_BYTES, 1024, 128);
             wgmma_begin();
 #pragma unroll
             for (int k = 0; k < SLOTS / 16; k++) {
-                wgmma_m64n128k16_rs_t(o0, a[k], v + (k * 2048 >> 4), k | accumulate);
-                wgmma_m64n128k16_rs_t(o1, a[k], v + ((2 * KV_CHUNK + k * 2048) >> 4), k | accumulate);
+                wgmma_m64n128k16_ss_t(o0, a + (k * 2048 >> 4), v + (k * 2048 >> 4), k | accumulate);
+                wgmma_m64n128k16_ss_t(o1, a + (k * 2048 >> 4), v + ((2 * KV_CHUNK + k * 2048) >> 4), k | accumulate);
             }
             wgmma_end();
             wgmma_wait();
-            if (lane == 0) bar_arrive(bars + (BAR_KEY_FREE + stage) * 8);
+            if (lane == 0) {
+                bar_arrive(bars + (BAR_KEY_FREE + stage) * 8);
+                bar_arrive(bars + (BAR_P_FREE + ((n - 1) & 1)) * 8);
+            }
             accumulate = 1;
             if (++stage == STAGES) stage = 0;
-            if (++p_stage == P_STAGES) p_stage = 0, p_parity ^= 1;
         } while (!last);
-        const int query = item / p.head_blocks, h0 = item % p.head_blocks * HEADS;
+        const int item = item_at(p, i), query = item / p.head_blocks, h0 = item % p.head_blocks * HEADS;
+        const int row = (thread_now() >> 5 & 3) * 16 + (thread_now() >> 2 & 7);
+        const float share0 = load_float(shared + AT_FINAL + (((n - 1) % SCORE_STAGES) * HEADS + row) * 4);
+        const float share1 = load_float(shared + AT_FINAL + (((n - 1) % SCORE_STAGES) * HEADS + row + 8) * 4);
         element* out = p.out + ((i64)query * p.heads + h0) * HEAD_DIM + half * 256 + (lane & 3) * 8;
         store_columns(o0, share0, share1, out, row, p.heads - h0, lane);
         store_columns(o1, share0, share1, out + 128, row, p.heads - h0, lane);
@@ -480,7 +552,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_attention_fwd_sm
     const u32 shared = (u32)__cvta_generic_to_shared(dynamic), bars = shared + AT_BARS;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, head_blocks = (heads + HEADS - 1) / HEADS;
     const Call p = {&q_map, q, kv, sinks, ids, out, lse, q_stride_b, q_stride_s, q_stride_h, kv_stride_b, kv_stride_k,
-                    queries, heads, keys, slots, head_blocks, batch * queries * head_blocks, scale};
+                    queries, heads, keys, slots, head_blocks, batch * queries * head_blocks,
+                    (int)(batch * queries * head_blocks % gridDim.x), scale};
     if (threadIdx.x == 0) {
         bar_init(bars + BAR_Q_FULL * 8, 1);
         for (int i = 0; i < SCORE_STAGES; i++) bar_init(bars + (BAR_SCORED + i) * 8, 4);
@@ -494,11 +567,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_attention_fwd_sm
     }
     __syncthreads();  // barriers are initialised before anyone uses them
     if (warp < 4) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(SCORE_REGISTERS));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(SCORE_REGISTERS));
         score_warpgroup(p, shared, bars, threadIdx.x);
     } else if (warp < 12) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(VALUE_REGISTERS));
-        value_warpgroup(p, shared, bars, warp >= 8, threadIdx.x & 127);
+        value_warpgroup(p, shared, bars, warp >= 8);
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
         if (warp == 12 + GATHER_WARPS) index_warp(p, shared, bars, lane);
