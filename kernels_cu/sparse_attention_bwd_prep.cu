@@ -6,7 +6,8 @@
 //                                                           or so large that its log2 is infinite
 //     delta[b,s,h]      = grad_out . out
 //
-// so that p = exp2(log2(e) scale q.k - log2_total) and ds = p (grad_out . k - delta).
+// so that p = exp2(log2(e) scale q.k - log2_total) and ds = p (grad_out . k - delta). Hopper's kernel with float32 sums finds
+// both itself.
 //
 // BOUNDS 1 (sums of fixed order, see fixed_sum.cuh): one query adds to a key k that it selects, per slot and column,
 //
@@ -27,6 +28,7 @@
 // Bound by memory: prep reads grad_out and out once (with BOUNDS also q): S4096 H64 D512 537 MB, 0.13 ms at 4.2 TB/s.
 // Measured on an H200, launch included: 0.136 ms, with BOUNDS 0.206.
 #include "fixed_sum.cuh"
+#include "sparse_attention_bwd_delta.cuh"
 
 #ifndef ELEMENT
 #define ELEMENT BFloat16
@@ -46,9 +48,6 @@ static const int AT_ONCE = 32 / ROW_LANES;               // rows of a warp at a 
 static const int PARTS = CHUNKS / ROW_LANES;             // chunks of a lane
 static const int MOST_WARPS = 8;
 static const int SELECT_QUERIES = 32, SELECT_THREADS = 512, TABLE = 2048;
-
-static const float LOG2E = 1.4426950408889634f;
-#define INFINITY_F __int_as_float(0x7f800000)
 
 // Two 16-bit elements without their signs: as integers they order like the numbers, NaN above infinity.
 DEVICE u32 larger_pair(u32 a, u32 b) { return __vmaxu2(a, b & 0x7fff7fffu); }
@@ -75,14 +74,6 @@ DEVICE u32 row_largest(u32 pair) {
 #pragma unroll
     for (int n = ROW_LANES / 2; n > 0; n >>= 1) pair = __vmaxu2(pair, __shfl_xor_sync(FULL_WARP, pair, n));
     return pair;
-}
-
-// log2(exp(lse) + exp(sink))
-DEVICE float log2_of_total(float lse, float sink) {
-    if (lse == -INFINITY_F || sink == INFINITY_F) return INFINITY_F;
-    const float top = fmaxf(lse, sink);
-    // A product of its own, rounded as in sparse_attention_bwd_sinks: there sink - total must not leave its rounding error.
-    return __fmul_rn(top, LOG2E) + log2f(exp2f((lse - top) * LOG2E) + exp2f((sink - top) * LOG2E));
 }
 
 // grad_out, out, q: rows that 16-byte loads reach, strides in elements. lse, log2_total, delta [B, S, heads], key_part and

@@ -5,23 +5,24 @@
 //     p = exp2(scale2 q.k - L),  ds = scale p (grad_out.k - delta)              over slots t with 0 <= id_t < keys
 //     grad_q[h] = sum_t ds[h,t] k_t,     sums[id_t] += sum_h ds[h,t] q[h] + p[h,t] grad_out[h]
 //
-// L and delta come from sparse_attention_bwd_prep.cu, sums go to sparse_attention_bwd_finish.cu. DETERMINISTIC: sums are
-// integers (fixed_sum.cuh), else float32 added with atomics.
+// DETERMINISTIC: sums are integers (fixed_sum.cuh), else float32 added with atomics; they go to sparse_attention_bwd_finish.cu.
+// DELTA 1: L and delta = grad_out . out are found here and written for the gradient of the sinks; 0: they come from
+// sparse_attention_bwd_prep.cu.
 //
 // Grid: clusters of 2 HEAD_BLOCKS blocks, persistent: one block a multiprocessor; cluster i takes the items i, i + clusters,
 // ...; an item is HEAD_BLOCKS * 64 heads of one query. The blocks of a pair own 256 columns each of everything with columns;
 // with HEAD_BLOCKS 2 a second pair has the other 64 heads of the same slots. So each (query, slot) row is added to the sums
 // once for up to 128 heads.
 // Block: 512 threads in roles that run ahead of each other, coupled by mbarriers:
-//   score warpgroup     [S | dP] (64 slots x 128) over its 256 columns; half of it, the other block's 32 heads, goes to that
+//   score warpgroup     delta, the diagonal of out dO^T; [S | dP] (64 slots x 128) over its 256 columns; half of it, the other block's 32 heads, goes to that
 //                       block, which adds its own, forms p and ds of its 32 heads and writes them to both blocks
 //   product warpgroups  two, 128 columns each: dQ += dS K, then dKV = dS^T Q + P^T dO and its addition to the sums. They take
 //                       turns with dKV, so that one adds while the other multiplies
-//   gather warps        three: the halves of the key rows of each block of 64 slots
-//   index warp          valid ids in slot order; what else its item needs, where there is room for two items
-// Shared memory (dynamic, up to 227 KB): Q and dO stacked [stage][4 chunks][128 rows][64], keys [stage][4 chunks][64][64],
-//   dS and P [stage][64 slots][64 heads], all 128-byte swizzled and used in both directions; scores received; with
-//   HEAD_BLOCKS 2 also products received; ids, factors, L, delta.
+//   gather warps        three: the halves of the key rows of each block of 64 slots; Q, dO and out of an item, L
+//   index warp          valid ids in slot order
+// Shared memory (dynamic, up to 227 KB): units of 32 KB, one queue of them for Q and dO stacked [4 chunks][128 rows][64] (two),
+//   keys and out [4 chunks][64][64]; dS and P [stage][64 slots][64 heads]; all 128-byte swizzled and used in both directions;
+//   scores received; with HEAD_BLOCKS 2 also products received; ids, factors, L, delta.
 // Determinism: P, dS, grad_q and each contribution to the sums have a fixed order that the query's own valid ids decide
 //   (what two blocks add to each other is two terms). The order of additions to float32 sums is free; integer sums have the
 //   same bits in any order.
@@ -56,171 +57,81 @@
 //          H128 S2048 (380 valid): 36, 39, 60, 28, on 120 multiprocessors: bound by the chain of roles
 //   H128 S2048, 895 valid ids of 10240 keys: cluster of four 3.53, integers 4.12; clusters of two that add twice 3.23, 5.50.
 //      30 clusters of four run at once (120 of 132 multiprocessors), and trading products takes 2000 clocks a block.
+//
+// 7 to 9: float32 sums, medians in ms of the whole call / this kernel, S4096 T640, S4096 T160, S2048 H128 (380 valid) on an
+// H200 (GEMM 750 to 764; before, in the same run: 1.957/1.806 0.834/0.676 1.762/1.608, of which prep 0.137 0.137 0.144).
+// Clocks of a block before: scores handed out 1350 and waited for 475, the other block's scores 1372, softmax 1740, P free
+// 306, P written 552, keys 313; a gather warp 2279 to start copies of 12 KB: every access queues behind the additions.
+//   7  delta by a warp with plain loads of grad_out and out, predicted 1.90 0.72 together: 2.19 1.80 2.22, with two warps 2.11
+//      1.10 1.86: a head's loads take some 1500 clocks behind the additions, and 40 registers hold few heads. Not pursued.
+//   8  one queue of units instead of stages of Q, dO and of keys: keys have four units in mid-item, so the scores of the next
+//      block no longer wait for them, and the exchange runs beside; predicted 1.45 to 1.6 for T640: 1.811/1.654 0.810/0.659
+//      1.754/1.600. Other block's scores 485, softmax 1322, keys 479, handed out 1597.
+//      delta as a product, out in a unit after the first keys: predicted 0.1 ms of prep's 0.137: 1.748/1.730 0.748/0.732
+//      1.641/1.627. A block's share of it for T640: 114 for out, 122 the product, 159 the other block's part.
+//   9  a chunk of scores handed out between the parts of the softmax, predicted 500 clocks a block less:
+//      1.700/1.695 0.749/0.734 1.618/1.598 (handed out 818 instead of 1610, softmax with the rest 1831 instead of 1324). Float32 sums alone.
+//      The other block's part of delta waited for only at the first softmax: spills, 1.870 0.808 1.725.
+//      Trades of columns between the additions instead of before: 1.764 0.753 1.648 (with 8). Pauses of 60 and 150 clocks
+//      between additions: 1.786 0.760 1.657 and 1.850 0.773 1.683 (with 9): softmax 1187, but P waits 2159 for the products.
+//      Now the score warpgroup spends 6250 clocks a block of T640 (6425 before 7), 7070 of T160: still the chain that limits.
+//      Integer sums: correctness alone was checked, they were not timed since 6.
+#include "sparse_attention_bwd_sm90_producers.cuh"
 #include "sparse_attention_bwd_sm90_results.cuh"
-
-// ---- Index warp ----------------------------------------------------------------------------------------
-
-// The second block of heads keeps its columns in another order, chunks 1 0 3 2: see trade().
-
-// Q and dO of an item, 256 columns: rows of this block's 32 heads of Q, the same of dO, then the other 32 heads of both.
-// Heads beyond H arrive as zeros. One thread.
-DEVICE void load_heads(const Call& p, u32 to, u32 bar, int item) {
-    const int query = p.query(item), h0 = p.first_head(item), s = query % p.queries, b = query / p.queries;
-    bar_arrive_expecting(bar, X_BYTES);
-#pragma unroll 1
-    for (int c = 0; c < 4; c++, to += X_CHUNK) {
-        const int column = p.half() * HALF + (c ^ p.head_block()) * 64;
-        const int own = h0 + p.half() * OWN_HEADS, other = h0 + (1 - p.half()) * OWN_HEADS;
-        load_box(to, p.q_map, column, own, s, b, bar);
-        load_box(to + BOX, p.grad_out_map, column, own, s, b, bar);
-        load_box(to + 2 * BOX, p.q_map, column, other, s, b, bar);
-        load_box(to + 3 * BOX, p.grad_out_map, column, other, s, b, bar);
-    }
-}
-
-// All of an item that its scores need but keys, once the place is free. One warp.
-DEVICE void load_item(const Call& p, u32 shared, u32 bars, int item, int x_stage, u32 free_parity, int lane) {
-    const int head = p.first_head(item) + p.half() * OWN_HEADS + lane;
-    const i64 at = (i64)p.query(item) * p.heads + head;
-    const float total = head < p.heads ? __ldg(p.log2_total + at) : INFINITE;  // p of a head that does not exist is 0
-    const float delta = head < p.heads ? __ldg(p.delta + at) : 0.f;
-    wait(bars + (BAR_X_FREE + x_stage) * 8, free_parity);
-    store_u32(shared + AT_HEADS + x_stage * OWN_HEADS * 8 + lane * 4, __float_as_uint(total));
-    store_u32(shared + AT_HEADS + x_stage * OWN_HEADS * 8 + (OWN_HEADS + lane) * 4, __float_as_uint(delta));
-    __syncwarp();
-    if (lane == 0) load_heads(p, shared + x_stage * X_BYTES, bars + (BAR_X_FULL + x_stage) * 8, item);
-    __syncwarp();
-}
-
-static const int AHEAD = DETERMINISTIC ? 2 : 4;  // warp-wide reads of ids on their way
-
-// Valid ids, in slot order, in blocks of SLOTS; the last block of an item carries the flag LAST.
-DEVICE void index_warp(const Call& p, u32 shared, u32 bars) {
-    const int lane = fresh_thread() & 31;
-    int stage = 0, x_stage = 0;
-    u32 parity = 1, x_parity = 1;
-    for (int item = p.first(); item < p.items; item += p.step) {
-        const int* row = p.ids + (i64)p.query(item) * p.slots;
-#if DETERMINISTIC
-        const int* exponents = p.exponents + (i64)(p.query(item) / p.queries) * p.keys;
-#endif
-        int have = 0, next[AHEAD];
-#pragma unroll
-        for (int u = 0; u < AHEAD; u++) next[u] = u * 32 + lane < p.slots ? __ldg(row + u * 32 + lane) : -1;
-        if (Q_STAGES > 1) load_item(p, shared, bars, item, x_stage, x_parity, lane);  // else ids must run ahead of it
-        if (lane < 16 && item + p.step < p.items) {
-            const int query = p.query(item + p.step), h0 = p.first_head(item + p.step) + (lane >> 1 & 1) * OWN_HEADS;
-            const TensorMap* map = lane & 1 ? p.q_map : p.grad_out_map;
-            prefetch_box(map, p.half() * HALF + (lane >> 2) * 64, h0, query % p.queries, query / p.queries);
-        }
-        if (++x_stage == Q_STAGES) x_stage = 0, x_parity ^= 1;
-        wait(bars + (BAR_ID_FREE + stage) * 8, parity);
-        for (int first = 0; first < p.slots; first += AHEAD * 32) {
-            int id[AHEAD];
-#pragma unroll
-            for (int u = 0; u < AHEAD; u++) {
-                const i64 slot = (i64)first + AHEAD * 32 + u * 32 + lane;
-                id[u] = next[u];
-                next[u] = slot < p.slots ? __ldg(row + slot) : -1;
-            }
-#pragma unroll
-            for (int u = 0; u < AHEAD; u++) {
-                const bool valid = (u32)id[u] < (u32)p.keys;  // negative ids are large as unsigned
-                const u32 mask = __ballot_sync(FULL_WARP, valid);
-                const int at = have + __popc(mask & ((1u << lane) - 1));
-#if DETERMINISTIC
-                const float factor = valid ? fixed_factor(__ldg(exponents + id[u])) : 0.f;
-                if (valid && at < SLOTS) store_u32(shared + AT_FACTORS + (stage * SLOTS + at) * 4, __float_as_uint(factor));
-#endif
-                if (valid && at < SLOTS) store_u32(shared + AT_IDS + (stage * SLOTS + at) * 4, id[u]);
-                have += __popc(mask);
-                if (have > SLOTS) {  // more than a block: hand it out, begin the next with what is over
-                    if (lane == 0) store_u32(shared + AT_ID_META + stage * 4, SLOTS);
-                    __syncwarp();
-                    if (lane == 0) bar_arrive(bars + (BAR_ID_FULL + stage) * 8);
-                    if (++stage == ID_STAGES) stage = 0, parity ^= 1;
-                    wait(bars + (BAR_ID_FREE + stage) * 8, parity);
-#if DETERMINISTIC
-                    if (valid && at >= SLOTS) store_u32(shared + AT_FACTORS + (stage * SLOTS + at - SLOTS) * 4, __float_as_uint(factor));
-#endif
-                    if (valid && at >= SLOTS) store_u32(shared + AT_IDS + (stage * SLOTS + at - SLOTS) * 4, id[u]);
-                    have -= SLOTS;
-                }
-            }
-        }
-        if (lane == 0) store_u32(shared + AT_ID_META + stage * 4, have | LAST);
-        __syncwarp();
-        if (lane == 0) bar_arrive(bars + (BAR_ID_FULL + stage) * 8);
-        if (++stage == ID_STAGES) stage = 0, parity ^= 1;
-    }
-}
-
-// ---- Gather warps --------------------------------------------------------------------------------------
-
-// Half a key row (512 bytes) is one copy of 16 bytes a lane. Groups of 8 rows go to the warps in turn.
-DEVICE void gather_warp(const Call& p, u32 shared, u32 bars, int warp) {
-    const int lane = fresh_thread() & 31;
-    int stage = 0, id_stage = 0;
-    u32 parity = 1, id_parity = 0;
-    Clock clock(shared, warp == 0 && lane == 0);
-    for (int item = p.first(); item < p.items; item += p.step) {
-        const element* kv = p.kv + p.query(item) / p.queries * p.kv_stride_b + p.half() * HALF + lane * 8;
-        bool more = true;
-        while (more) {
-            wait(bars + (BAR_ID_FULL + id_stage) * 8, id_parity);
-            const u32 meta = load_u32(shared + AT_ID_META + id_stage * 4);
-            clock.read(0);
-            wait(bars + (BAR_KEY_FREE + stage) * 8, parity);
-            clock.read(1);
-            const u32 ids = shared + AT_IDS + id_stage * SLOTS * 4;
-            const u32 tile = shared + AT_KEYS + stage * KEY_BYTES + ((lane >> 3) ^ p.head_block()) * KEY_CHUNK + ((lane & 7) << 4);
-            const int count = meta & 0xffff;
-#pragma unroll 1
-            for (int i = warp * 8; i < SLOTS; i += GATHER_WARPS * 8) {
-                int id[8];  // read before the first copy is issued: the copies then follow each other at once
-#pragma unroll
-                for (int k = 0; k < 8; k += 4)
-                    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                                 : "=r"(id[k]), "=r"(id[k + 1]), "=r"(id[k + 2]), "=r"(id[k + 3])
-                                 : "r"(ids + (i + k) * 4)
-                                 : "memory");
-#pragma unroll
-                for (int k = 0; k < 8; k++) {
-                    const int bytes = i + k < count ? 16 : 0;  // rows that do not exist are zero-filled
-                    copy16((tile + (i + k) * 128) ^ (k << 4), kv + (i64)(bytes ? id[k] : 0) * p.kv_stride_k, bytes);
-                }
-            }
-            bar_arrive_after_copies(bars + (BAR_KEY_FULL + stage) * 8);
-            if (warp == 0 && lane == 0) {
-                store_u32(shared + AT_KEY_META + stage * 4, meta);
-                bar_arrive(bars + (BAR_KEY_FULL + stage) * 8);
-            }
-            __syncwarp();  // every lane has read its ids
-            if (lane == 0) bar_arrive(bars + (BAR_ID_FREE + id_stage) * 8);
-            more = !(meta & LAST);
-            if (++stage == STAGES) stage = 0, parity ^= 1;
-            if (++id_stage == ID_STAGES) id_stage = 0, id_parity ^= 1;
-            clock.read(2);
-        }
-    }
-}
 
 // ---- Score warpgroup -----------------------------------------------------------------------------------
 
-// [S | dP] of 64 slots over this block's columns, started: column groups of 8, first this block's heads of S and of dP,
-// then the other block's.
-DEVICE void start_scores(float (&own)[32], float (&other)[32], u32 keys, u32 x) {
+// [S | dP] of 64 slots over this block's columns, started: column groups of 8, first this block's heads of S and of dP, then
+// the other block's of dP and of S.
+// One chunk of the columns of the four, first to last: a warp waits while it hands them to the tensor cores, so
+// other work goes in between.
+template <int CHUNK>
+DEVICE void start_scores(float (&own)[32], float (&other)[32], u32 keys, u32 x0, u32 x1) {
+    u32 x = CHUNK >> 1 ? x1 : x0;
     asm volatile("" : "+r"(keys), "+r"(x));  // what is computed from them is not kept across blocks
-    const u64 a = operand(keys, 16, 1024), b = operand(x, 16, 1024);
-    fence_async();
+    const u64 a = operand(keys + CHUNK * KEY_CHUNK, 16, 1024), b = operand(x + (CHUNK & 1) * X_CHUNK, 16, 1024);
+    if (CHUNK == 0) fence_async();
+    wgmma_begin();
+#pragma unroll
+    for (int i = 0; i < 4; i++) wgmma_m64n128k16_ss(own, other, a + (i * 32 >> 4), b + (i * 32 >> 4), i + CHUNK > 0);
+    wgmma_end();
+}
+
+#if DELTA
+// This block's columns' part of delta, the diagonal of out dO^T: of its own heads to shared memory, else to the other block.
+DEVICE void find_delta(u32 out, u32 x0, u32 x1, u32 shared, u32 there, u32 item_stage, int thread) {
+    asm volatile("" : "+r"(out), "+r"(x0), "+r"(x1));
+    float d[32];
+    const u64 a = operand(out, 16, 1024), b0 = operand(x0 + BOX, 16, 1024), b1 = operand(x1 + BOX, 16, 1024);
     wgmma_begin();
 #pragma unroll
     for (int i = 0; i < 16; i++) {
         const u32 chunk = i >> 2, step = (i & 3) * 32;
-        wgmma_m64n128k16_ss(own, other, a + ((chunk * KEY_CHUNK + step) >> 4), b + ((chunk * X_CHUNK + step) >> 4), i > 0);
+        wgmma_m64n64k16_ss(d, a + ((chunk * KEY_CHUNK + step) >> 4), (chunk >> 1 ? b1 : b0) + (((chunk & 1) * X_CHUNK + step) >> 4), i > 0);
     }
     wgmma_end();
+    wgmma_wait();
+    // Rows g and g + 8 of a warp's 16, columns 8 j + 2 c + i: one lane of a quad has both.
+    const int lane = thread & 31, warp = thread >> 5, g = lane >> 2;
+    float low = 0.f, high = 0.f;
+#pragma unroll
+    for (int w = 0; w < 4; w++)
+        if (warp == w) low = g & 1 ? d[w * 8 + 1] : d[w * 8], high = g & 1 ? d[w * 8 + 7] : d[w * 8 + 6];
+    const u32 to = (warp & 1) * 64 + g * 4;
+    if ((lane & 3) == g >> 1) {
+        if (warp < 2) {
+            const u32 own = shared + AT_HEADS + item_stage * OWN_HEADS * 8 + OWN_HEADS * 4 + to;
+            store_u32(own, __float_as_uint(low)), store_u32(own + 32, __float_as_uint(high));
+        } else {
+            const u32 parts = there + AT_PARTS + item_stage * OWN_HEADS * 4 + to, bar = there + AT_BARS + BAR_PARTS_FULL * 8;
+            store_async1(parts, __float_as_uint(low), bar), store_async1(parts + 32, __float_as_uint(high), bar);
+        }
+    }
+    __syncwarp();
+    if (thread == 0) bar_arrive_expecting(shared + AT_BARS + BAR_PARTS_FULL * 8, OWN_HEADS * 4);
+    if (thread == 32) bar_arrive(shared + AT_BARS + BAR_PARTS_FULL * 8);
 }
+#endif
 
 // p = 2^(scale2 s - L) and dS = scale p (dP - delta) of row g (e 0) or g + 8 (e 2), packed: pairs of heads 8 j + 2 c.
 DEVICE void softmax(const Call& p, const float (&s)[32], const float (&total)[8], const float (&delta)[8], bool exists, int e,
@@ -248,9 +159,31 @@ DEVICE void load_head_values(u32 heads, float (&total)[8], float (&delta)[8]) {
     }
 }
 
+#if DELTA
+// The same once the other block's part of delta is there, which also goes to global memory.
+DEVICE void load_found_values(const Call& p, u32 shared, int item, u32 items, float (&total)[8], float (&delta)[8], int thread) {
+    const u32 heads = shared + AT_HEADS + (items & 1) * OWN_HEADS * 8, parts = shared + AT_PARTS + (items & 1) * OWN_HEADS * 4;
+    wait(shared + AT_BARS + BAR_PARTS_FULL * 8, items & 1);
+    load_head_values(heads + (thread & 3) * 8, total, delta);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        float a, b;
+        load_float2(parts + (thread & 3) * 8 + j * 32, a, b);
+        delta[j * 2] += a, delta[j * 2 + 1] += b;
+    }
+    if (thread < OWN_HEADS) {
+        const int head = p.first_head(item) + p.half() * OWN_HEADS + thread;
+        const float sum = __uint_as_float(load_u32(heads + (OWN_HEADS + thread) * 4)) + __uint_as_float(load_u32(parts + thread * 4));
+        if (head < p.heads) p.delta[(i64)p.query(item) * p.heads + head] = sum;
+    }
+    __syncwarp();
+}
+#endif
+
 // What one block of slots becomes once the other half of its scores is there: P and dS in both blocks' shared memory.
+template <class More1, class More2, class More3>
 DEVICE void finish_scores(const Call& p, float (&s)[32], float (&total)[8], float (&delta)[8], u32 heads, u32 shared, u32 there,
-                          int count, u32 turn, int p_stage, u32 p_parity, int thread, Clock& clock) {
+                          int count, u32 turn, int p_stage, u32 p_parity, int thread, Clock& clock, More1 more1, More2 more2, More3 more3) {
     const int lane = thread & 31, row = (thread >> 5) * 16 + (lane >> 2);
     const u32 bars = shared + AT_BARS, p_full = AT_BARS + (BAR_P_FULL + p_stage) * 8;
     wait(bars + BAR_SENT_FULL * 8, turn);
@@ -263,6 +196,7 @@ DEVICE void finish_scores(const Call& p, float (&s)[32], float (&total)[8], floa
     }
     __syncwarp();
     if (lane == 0) bar_arrive_remote(there + AT_BARS + BAR_SENT_FREE * 8);
+    more1();
     // The additions to global memory fill the way that loads from shared memory take, too: fewer of those a block. The
     // deterministic kernel lacks the registers, and its additions take longest anyway.
     if (DETERMINISTIC) load_head_values(heads, total, delta);
@@ -272,7 +206,9 @@ DEVICE void finish_scores(const Call& p, float (&s)[32], float (&total)[8], floa
         softmax(p, s, total, delta, row + e * 8 < count, e * 2, w[e], ds[e]);
         transpose_quad(w[e], lane);
         transpose_quad(ds[e], lane);
+        if (e == 0) more2();
     }
+    more3();
     clock.read(9);
     wait(bars + (BAR_P_FREE + p_stage) * 8, p_parity ^ 1);
     clock.read(10);
@@ -295,48 +231,86 @@ DEVICE void finish_scores(const Call& p, float (&s)[32], float (&total)[8], floa
 DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars) {
     const int thread = fresh_thread();
     u32 there = remote(shared, cluster_rank() ^ 1);
-    int stage = 0, x_stage = 0, p_stage = 0;
-    u32 parity = 0, x_parity = 0, p_parity = 0, turn = 0;  // turn: of the buffers with one stage: the parity of the block's number
+    int stage = 0, p_stage = 0;
+    u32 items = 0, parity = 0, p_parity = 0, turn = 0;  // turn: of the buffers with one stage: the parity of the block's number
+    Units units;
     Clock clock(shared, thread == 0);
-    for (int item = p.first(); item < p.items; item += p.step) {
-        const u32 x = shared + x_stage * X_BYTES, heads = shared + AT_HEADS + x_stage * OWN_HEADS * 8 + (thread & 3) * 8;
+    for (int item = p.first(); item < p.items; item += p.step(), items++) {
+        const u32 heads = shared + AT_HEADS + (items & 1) * OWN_HEADS * 8 + (thread & 3) * 8;
         float own[32], other[32], s[32], total[8], delta[8];  // s: of the block before
-        u32 meta = 0;
-        if (Q_STAGES == 1 && thread < 32) load_item(p, shared, bars, item, 0, x_parity ^ 1, thread);
-        wait(bars + (BAR_X_FULL + x_stage) * 8, x_parity);
-        clock.read(4);
-        if (!DETERMINISTIC) load_head_values(heads, total, delta);
-        for (bool first = true; first || !(meta & LAST); first = false) {
-            bool unfinished = !first;
-            if (unfinished && !is_past(bars + (BAR_KEY_FULL + stage) * 8, parity)) {
-                finish_scores(p, s, total, delta, heads, shared, there, meta & 0xffff, turn ^ 1, p_stage, p_parity, thread, clock);
-                if (++p_stage == P_STAGES) p_stage = 0, p_parity ^= 1;
-                unfinished = false;
-            }
-            wait(bars + (BAR_KEY_FULL + stage) * 8, parity);
-            clock.read(5);
-            start_scores(own, other, shared + AT_KEYS + stage * KEY_BYTES, x);
+        u32 meta = 0, keys;
+        auto start0 = [&](bool first) {
+            keys = shared + units.next_keys(first) * UNIT;
+            start_scores<0>(own, other, keys, shared + units.x0() * UNIT, shared + units.x1() * UNIT);
+        };
+        auto start1 = [&] { start_scores<1>(own, other, keys, shared + units.x0() * UNIT, shared + units.x1() * UNIT); };
+        auto start2 = [&] { start_scores<2>(own, other, keys, shared + units.x0() * UNIT, shared + units.x1() * UNIT); };
+        auto start3 = [&] { start_scores<3>(own, other, keys, shared + units.x0() * UNIT, shared + units.x1() * UNIT); };
+        auto start = [&](bool first) {
+            start0(first), start1(), start2(), start3();
             clock.read(6);
-            if (unfinished) {
-                finish_scores(p, s, total, delta, heads, shared, there, meta & 0xffff, turn ^ 1, p_stage, p_parity, thread, clock);
-                if (++p_stage == P_STAGES) p_stage = 0, p_parity ^= 1;
-            }
+        };
+        // What one block becomes; `more`: parts of the next one's scores to hand out on the way.
+        auto finish_with = [&](auto more1, auto more2, auto more3) {
+            finish_scores(p, s, total, delta, heads, shared, there, meta & 0xffff, turn ^ 1, p_stage, p_parity, thread, clock, more1, more2, more3);
+            if (++p_stage == P_STAGES) p_stage = 0, p_parity ^= 1;
+        };
+        auto finish = [&] {
+            auto nothing = [] {};
+            finish_with(nothing, nothing, nothing);
+        };
+        auto exchange = [&] {  // what was started, once it is there
             meta = load_u32(shared + AT_KEY_META + stage * 4);
-            if (++stage == STAGES) stage = 0, parity ^= 1;
+            if (++stage == KEY_STAGES) stage = 0, parity ^= 1;
             wgmma_wait();
             clock.read(7);
             wait(bars + BAR_SENT_FREE * 8, turn ^ 1);
             asm volatile("" : "+r"(there));
-            send<0>(there + AT_SENT + thread * 16, other, there + AT_BARS + BAR_SENT_FULL * 8);
+            send<16, 16>(there + AT_SENT + thread * 16, other, there + AT_BARS + BAR_SENT_FULL * 8);
+            send<0, 16>(there + AT_SENT + 8192 + thread * 16, other, there + AT_BARS + BAR_SENT_FULL * 8);
             if (thread == 0) bar_arrive_expecting(bars + BAR_SENT_FULL * 8, SENT_BYTES);
 #pragma unroll
             for (int i = 0; i < 32; i++) s[i] = own[i];
             turn ^= 1;
             clock.read(3);
+        };
+        units.begin_item();
+        wait(bars + (BAR_X_FULL + (items & 1)) * 8, items >> 1 & 1);
+        clock.read(4);
+        if (!DETERMINISTIC && !DELTA) load_head_values(heads, total, delta);
+        wait(bars + (BAR_KEY_FULL + stage) * 8, parity);
+        clock.read(5);
+        start(true);
+        exchange();
+#if DELTA
+        wait(bars + BAR_OUT_FULL * 8, items & 1);
+        clock.read(17);
+        find_delta(shared + units.out() * UNIT, shared + units.x0() * UNIT, shared + units.x1() * UNIT, shared, there, items & 1, thread);
+        if ((thread & 31) < 2) bar_arrive(bars + (BAR_UNIT_FREE + units.out()) * 8);  // 8 arrivals, as for all units
+        __syncwarp();
+        clock.read(18);
+        load_found_values(p, shared, item, items, total, delta, thread);
+        clock.read(19);
+#endif
+        while (!(meta & LAST)) {
+            const bool at_once = is_past(bars + (BAR_KEY_FULL + stage) * 8, parity);
+            if (!at_once) {
+                finish();
+                wait(bars + (BAR_KEY_FULL + stage) * 8, parity);
+            }
+            clock.read(5);
+            if (at_once && !DETERMINISTIC) {
+                start0(false);
+                clock.read(6);
+                finish_with(start1, start2, start3);
+            } else {
+                start(false);
+                if (at_once) finish();
+            }
+            exchange();
         }
-        finish_scores(p, s, total, delta, heads, shared, there, meta & 0xffff, turn ^ 1, p_stage, p_parity, thread, clock);
-        if (++p_stage == P_STAGES) p_stage = 0, p_parity ^= 1;
-        if (++x_stage == Q_STAGES) x_stage = 0, x_parity ^= 1;
+        finish();
+        units.end_item();
     }
 }
 
@@ -354,7 +328,7 @@ DEVICE void multiply_keys(float (&dkv)[64], u32 ds, u32 x) {
     const u64 a = operand(ds, 16, 1024), b = operand(x, X_CHUNK, 1024);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        const u32 heads = (i & 3) * 16, row = (i >> 2) * OWN_HEADS + heads + (heads >= OWN_HEADS ? OWN_HEADS : 0);
+        const u32 heads = (i & 3) * 16, row = i < 4 ? heads + (heads >= OWN_HEADS ? HEADS : 0) : OWN_HEADS + heads;
         wgmma_m64n128k16_ss<0, 1>(dkv, a + (((i >> 2) * P_TILE + heads * 2) >> 4), b + (row * 128 >> 4), i > 0);
     }
 }
@@ -364,43 +338,45 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns) 
     const int thread = fresh_thread() & 127;
     const int lane = thread & 31;
     const u32 p_free_there = remote(bars + BAR_P_FREE * 8, cluster_rank() ^ 1);
-    int stage = 0, x_stage = 0, id_stage = 0, p_stage = 0;
+    int id_stage = 0, p_stage = 0;
     u32 turn = 0, p_parity = 0;
+    Units units;
     Clock clock(shared, thread == 0);
     const int c0 = 12 + columns * 8;
     const bool whole = p.key_first == 0 && p.key_last == p.keys;
     const int first_slot = __shfl_sync(FULL_WARP, (thread >> 5) * 16, 0);  // of this warp's rows, known to be the same in all lanes
     if (columns == 1) asm volatile("bar.arrive 1, 256;" ::: "memory");
-    for (int item = p.first(); item < p.items; item += p.step) {
+    for (int item = p.first(); item < p.items; item += p.step()) {
         float dq[64];
         int accumulate = 0;
         u32 meta;
+        units.begin_item();
         const int batch = p.query(item) / p.queries;
         do {
             wait(bars + (BAR_P_FULL + p_stage) * 8, p_parity);
-            const u32 ds = shared + AT_DS + p_stage * 2 * P_TILE;
+            const u32 ds = shared + AT_DS + p_stage * 2 * P_TILE, unit = units.next_keys(!accumulate);
             clock.read(c0);
             fence_async();
             float dkv[64];
             wgmma_begin();
-            add_queries(dq, ds, shared + AT_KEYS + stage * KEY_BYTES + columns * 2 * KEY_CHUNK, accumulate);
+            add_queries(dq, ds, shared + unit * UNIT + columns * 2 * KEY_CHUNK, accumulate);
             wgmma_end();
             meta = load_u32(shared + AT_ID_META + id_stage * 4);
             const int count = meta & 0xffff;
             const u32 ids = shared + AT_IDS + id_stage * SLOTS * 4;
             wgmma_wait();
-            if (lane == 0) bar_arrive(bars + (BAR_KEY_FREE + stage) * 8);
+            if (lane == 0) bar_arrive(bars + (BAR_UNIT_FREE + unit) * 8);
             clock.read(c0 + 1);
             asm volatile("bar.sync %0, 256;" ::"r"(1 + columns) : "memory");
             wgmma_begin();
-            multiply_keys(dkv, ds, shared + x_stage * X_BYTES + columns * 2 * X_CHUNK);
+            multiply_keys(dkv, ds, shared + (columns ? units.x1() : units.x0()) * UNIT);
             wgmma_end();
             asm volatile("bar.arrive %0, 256;" ::"r"(2 - columns) : "memory");
             wgmma_wait();
             if (lane == 0) {
                 bar_arrive(bars + (BAR_P_FREE + p_stage) * 8);
                 bar_arrive_remote(p_free_there + p_stage * 8);
-                if (meta & LAST) bar_arrive(bars + (BAR_X_FREE + x_stage) * 8);
+                if (meta & LAST) bar_arrive(bars + (BAR_UNIT_FREE + units.x0()) * 8), bar_arrive(bars + (BAR_UNIT_FREE + units.x1()) * 8);
             }
             clock.read(c0 + 2);
 #if HEAD_BLOCKS > 1
@@ -416,10 +392,9 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns) 
             accumulate = 1;
             turn ^= 1;
             if (++p_stage == P_STAGES) p_stage = 0, p_parity ^= 1;
-            if (++stage == STAGES) stage = 0;
             if (++id_stage == ID_STAGES) id_stage = 0;
         } while (!(meta & LAST));
-        if (++x_stage == Q_STAGES) x_stage = 0;
+        units.end_item();
         // Rows 0..31 are this block's heads, 32..63 the other's.
         const int row = (fresh_thread() & 127) >> 5 << 4 | (lane >> 2);
         const int h = p.first_head(item) + ((row >> 5) ^ p.half()) * OWN_HEADS + (row & 31), second = p.head_block() ? -64 : 64;
@@ -435,20 +410,19 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns) 
 // q_map and grad_out_map: [B][S][H][512], boxes of 32 heads by 64 columns, 128-byte swizzled. Strides in elements; the last is
 // 1. sums: [batch, key_last - key_first, 512]; parts, exponents: see cuda_bwd.py. scale2: log2(e) times scale.
 extern "C" __global__ void __cluster_dims__(2 * HEAD_BLOCKS, 1, 1) __launch_bounds__(THREADS, 1) sparse_attention_bwd_sm90(
-    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap grad_out_map, const element* kv, const int* ids,
-    const float* log2_total, const float* delta, element* grad_q, void* sums, int* exponents, i64 kv_stride_b, i64 kv_stride_k,
-    int batch, int queries, int heads, int keys, int slots, int key_first, int key_last, int parts, float scale, float scale2) {
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap grad_out_map, const __grid_constant__ TensorMap out_map,
+    const element* kv, const int* ids, const float* lse, const float* sinks, float* log2_total, float* delta, element* grad_q, void* sums,
+    int* exponents, i64 kv_stride_b, i64 kv_stride_k, int items, int queries, int heads, int keys, int slots, int key_first, int key_last,
+    int parts, float scale, float scale2) {
     extern __shared__ __align__(1024) unsigned char dynamic[];
     const u32 shared = (u32)__cvta_generic_to_shared(dynamic), bars = shared + AT_BARS;
-    const int warp = __shfl_sync(FULL_WARP, threadIdx.x >> 5, 0), groups = (heads + HEADS * HEAD_BLOCKS - 1) / (HEADS * HEAD_BLOCKS);
-    const Call p = {&q_map, &grad_out_map, kv, ids, log2_total, delta, grad_q, sums, exponents, kv_stride_b, kv_stride_k,
-                    queries, heads, keys, slots, groups, batch * queries * groups, key_first, key_last, parts, scale, scale2, (int)gridDim.x / CLUSTER};
+    const int warp = __shfl_sync(FULL_WARP, threadIdx.x >> 5, 0);
+    const Call p = {&q_map, &grad_out_map, &out_map, kv, ids, lse, sinks, log2_total, delta, grad_q, sums, exponents, kv_stride_b,
+                    kv_stride_k, queries, heads, keys, slots, items, key_first, key_last, parts, scale, scale2};
     if (threadIdx.x == 0) {
-        for (int i = 0; i < Q_STAGES; i++) bar_init(bars + (BAR_X_FULL + i) * 8, 1), bar_init(bars + (BAR_X_FREE + i) * 8, 8);
-        for (int i = 0; i < STAGES; i++) {
-            bar_init(bars + (BAR_KEY_FULL + i) * 8, GATHER_WARPS * 32 + 1);
-            bar_init(bars + (BAR_KEY_FREE + i) * 8, 8);
-        }
+        for (int i = 0; i < ITEM_STAGES; i++) bar_init(bars + (BAR_X_FULL + i) * 8, 1);
+        for (int i = 0; i < KEY_STAGES; i++) bar_init(bars + (BAR_KEY_FULL + i) * 8, GATHER_WARPS * 32 + 1);
+        for (int i = 0; i < UNITS; i++) bar_init(bars + (BAR_UNIT_FREE + i) * 8, 8);
         for (int i = 0; i < ID_STAGES; i++) {
             bar_init(bars + (BAR_ID_FULL + i) * 8, 1);
             bar_init(bars + (BAR_ID_FREE + i) * 8, GATHER_WARPS + 8);
@@ -458,6 +432,7 @@ extern "C" __global__ void __cluster_dims__(2 * HEAD_BLOCKS, 1, 1) __launch_boun
         for (int i = 0; i < P_STAGES; i++) bar_init(bars + (BAR_P_FULL + i) * 8, 4), bar_init(bars + (BAR_P_FREE + i) * 8, 16);
         for (int i = 0; i < 2 * (HEAD_BLOCKS - 1); i++)
             bar_init(bars + (BAR_TRADE_FULL + i) * 8, 1), bar_init(bars + (BAR_TRADE_FREE + i) * 8, 4);
+        if (DELTA) bar_init(bars + BAR_OUT_FULL * 8, 1), bar_init(bars + BAR_PARTS_FULL * 8, 2);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
 #ifdef CLOCKS
@@ -473,7 +448,7 @@ extern "C" __global__ void __cluster_dims__(2 * HEAD_BLOCKS, 1, 1) __launch_boun
         product_warpgroup(p, shared, bars, warp >= 8);
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-        if (warp == 12 + GATHER_WARPS) index_warp(p, shared, bars);
+        if (warp == 15) index_warp(p, shared, bars);
         else gather_warp(p, shared, bars, warp - 12);
     }
     __syncwarp();

@@ -30,12 +30,15 @@ DEVICE void store_async(u32 to, u32 a, u32 b, u32 c, u32 d, u32 bar) {
                  "r"(b), "r"(c), "r"(d), "r"(bar), "n"(OFFSET)
                  : "memory");
 }
-// 32 of a thread's floats from x[FIRST] on, 2 KB between every four.
-template <int FIRST, int N = 0, int SIZE>
+// COUNT of a thread's floats from x[FIRST] on, 2 KB between every four.
+template <int FIRST, int COUNT, int N = 0, int SIZE>
 DEVICE void send(u32 to, const float (&x)[SIZE], u32 bar) {
     store_async<N * 512>(to, __float_as_uint(x[FIRST + N]), __float_as_uint(x[FIRST + N + 1]), __float_as_uint(x[FIRST + N + 2]),
                          __float_as_uint(x[FIRST + N + 3]), bar);
-    if constexpr (N < 28) send<FIRST, N + 4>(to, x, bar);
+    if constexpr (N + 4 < COUNT) send<FIRST, COUNT, N + 4>(to, x, bar);
+}
+DEVICE void store_async1(u32 to, u32 x, u32 bar) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(x), "r"(bar) : "memory");
 }
 // bar_wait for barriers that other blocks arrive at. With MOST_TRIES a wait that never ends becomes a trap.
 DEVICE void wait(u32 bar, u32 parity) {
@@ -169,5 +172,21 @@ DEVICE void wgmma_m64n128k16_ss(float (&d)[32], float (&e)[32], u64 a, u64 b, in
           "+f"(e[8]), "+f"(e[9]), "+f"(e[10]), "+f"(e[11]), "+f"(e[12]), "+f"(e[13]), "+f"(e[14]), "+f"(e[15]),
           "+f"(e[16]), "+f"(e[17]), "+f"(e[18]), "+f"(e[19]), "+f"(e[20]), "+f"(e[21]), "+f"(e[22]), "+f"(e[23]),
           "+f"(e[24]), "+f"(e[25]), "+f"(e[26]), "+f"(e[27]), "+f"(e[28]), "+f"(e[29]), "+f"(e[30]), "+f"(e[31])
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+// d[64 x 64] += A[64 x 16] B[16 x 64]: A and B from shared memory, both K-major.
+DEVICE void wgmma_m64n64k16_ss(float (&d)[32], u64 a, u64 b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." ELEMENT_PTX "." ELEMENT_PTX " {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, "
+        "%8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, "
+        "%24, %25, %26, %27, %28, %29, %30, %31"
+        "}, %32, %33, p, 1, 1, 0, 0;\n}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
         : "l"(a), "l"(b), "r"(accumulate));
 }

@@ -4,6 +4,7 @@
 #define ELEMENT BFloat16
 #endif
 #include "fixed_sum.cuh"
+#include "sparse_attention_bwd_delta.cuh"
 #include "sparse_attention_bwd_sm90.cuh"
 
 #ifndef DETERMINISTIC
@@ -18,31 +19,34 @@ static const int HEAD_DIM = 512, HALF = 256, HEADS = 64, OWN_HEADS = 32, SLOTS =
 #endif
 static const int CLUSTER = 2 * HEAD_BLOCKS;
 static const int GROUPS = 16 / HEAD_BLOCKS;  // of 8 columns, that a product warpgroup adds to the sums
-// Stages of Q and dO, of key rows, of P and dS: what fits into 227 KB. Two of Q and dO hide the change of queries; sums in
-// fixed order take long enough to hide it.
-#ifndef Q_STAGES
-#define Q_STAGES (HEAD_BLOCKS == 1 && !DETERMINISTIC ? 2 : 1)
-#define STAGES (HEAD_BLOCKS == 1 && !DETERMINISTIC ? 2 : 3)
+// 32 KB each: two hold Q and dO of an item, one the keys of a block of slots, as many as fit into 227 KB; see Units.
+#ifndef UNITS
+#define UNITS (HEAD_BLOCKS == 1 && !DETERMINISTIC ? 6 : 5)
 #define P_STAGES (HEAD_BLOCKS == 1 && DETERMINISTIC ? 2 : 1)
 #endif
-static const int ID_STAGES = 4, GATHER_WARPS = 3, THREADS = 512;
+// 1: the kernel finds L and delta itself; 0: they are given, as sums of fixed order need more of every query beforehand.
+#ifndef DELTA
+#define DELTA (1 - DETERMINISTIC)
+#endif
+static const int ITEM_STAGES = 2, KEY_STAGES = UNITS - 2, ID_STAGES = DETERMINISTIC ? 4 : 6, GATHER_WARPS = 3, THREADS = 512;
 // 512 together, four times 128 of the launch; the producers alone give some.
 static const int SCORE_REGISTERS = DETERMINISTIC ? 136 : 152, PRODUCT_REGISTERS = DETERMINISTIC ? 168 : 160, PRODUCER_REGISTERS = 40;
 static_assert(SCORE_REGISTERS >= 128 && SCORE_REGISTERS + 2 * PRODUCT_REGISTERS + PRODUCER_REGISTERS == 512, "setmaxnreg's directions");
-static const u32 KEY_CHUNK = SLOTS * 128, KEY_BYTES = 4 * KEY_CHUNK;   // 64 columns of the rows; all
-static const u32 X_CHUNK = 2 * HEADS * 128, X_BYTES = 4 * X_CHUNK;     // the same of the stacked Q and dO
+static const u32 UNIT = 32768, KEY_CHUNK = SLOTS * 128, X_CHUNK = 2 * HEADS * 128;  // chunks: 64 columns of keys; of stacked Q and dO
+static_assert(4 * KEY_CHUNK == UNIT && 2 * X_CHUNK == UNIT, "what a unit holds");
 static const u32 BOX = OWN_HEADS * 128, P_TILE = SLOTS * HEADS * 2, SENT_BYTES = SLOTS * HEADS * 4;
-static const u32 AT_KEYS = Q_STAGES * X_BYTES, AT_DS = AT_KEYS + STAGES * KEY_BYTES;  // P behind dS
+static const u32 AT_DS = UNITS * UNIT;  // P behind dS
 static const u32 AT_SENT = AT_DS + P_STAGES * 2 * P_TILE, AT_TRADE = AT_SENT + SENT_BYTES, TRADE_BYTES = SLOTS * 64 * 4;
-static const u32 AT_IDS = AT_TRADE + (HEAD_BLOCKS - 1) * 2 * TRADE_BYTES, AT_ID_META = AT_IDS + 2 * ID_STAGES * SLOTS * 4;
+static const u32 AT_IDS = AT_TRADE + (HEAD_BLOCKS - 1) * 2 * TRADE_BYTES, AT_ID_META = AT_IDS + (1 + DETERMINISTIC) * ID_STAGES * SLOTS * 4;
 static const u32 AT_FACTORS = AT_IDS + ID_STAGES * SLOTS * 4, AT_KEY_META = AT_ID_META + ID_STAGES * 4;
-static const u32 AT_HEADS = (AT_KEY_META + STAGES * 4 + 15) / 16 * 16;
-static const u32 AT_BARS = AT_HEADS + Q_STAGES * OWN_HEADS * 8;  // after L and delta of this block's heads
-static const int BAR_X_FULL = 0, BAR_X_FREE = BAR_X_FULL + Q_STAGES, BAR_KEY_FULL = BAR_X_FREE + Q_STAGES;
-static const int BAR_KEY_FREE = BAR_KEY_FULL + STAGES, BAR_ID_FULL = BAR_KEY_FREE + STAGES, BAR_ID_FREE = BAR_ID_FULL + ID_STAGES;
-static const int BAR_SENT_FULL = BAR_ID_FREE + ID_STAGES, BAR_SENT_FREE = BAR_SENT_FULL + 1, BAR_P_FULL = BAR_SENT_FREE + 1;
-static const int BAR_P_FREE = BAR_P_FULL + P_STAGES, BAR_TRADE_FULL = BAR_P_FREE + P_STAGES, BAR_TRADE_FREE = BAR_TRADE_FULL + 2;
-static const int BARS = HEAD_BLOCKS > 1 ? BAR_TRADE_FREE + 2 : BAR_TRADE_FULL;
+static const u32 AT_HEADS = (AT_KEY_META + KEY_STAGES * 4 + 15) / 16 * 16;
+static const u32 AT_PARTS = AT_HEADS + ITEM_STAGES * OWN_HEADS * 8;  // L and delta of this block's heads; the other block's part of delta
+static const u32 AT_BARS = AT_PARTS + DELTA * ITEM_STAGES * OWN_HEADS * 4;
+static const int BAR_X_FULL = 0, BAR_KEY_FULL = BAR_X_FULL + ITEM_STAGES, BAR_UNIT_FREE = BAR_KEY_FULL + KEY_STAGES;
+static const int BAR_ID_FULL = BAR_UNIT_FREE + UNITS, BAR_ID_FREE = BAR_ID_FULL + ID_STAGES, BAR_SENT_FULL = BAR_ID_FREE + ID_STAGES;
+static const int BAR_SENT_FREE = BAR_SENT_FULL + 1, BAR_P_FULL = BAR_SENT_FREE + 1, BAR_P_FREE = BAR_P_FULL + P_STAGES;
+static const int BAR_TRADE_FULL = BAR_P_FREE + P_STAGES, BAR_TRADE_FREE = BAR_TRADE_FULL + (HEAD_BLOCKS > 1 ? 2 : 0);
+static const int BAR_OUT_FULL = BAR_TRADE_FREE + (HEAD_BLOCKS > 1 ? 2 : 0), BAR_PARTS_FULL = BAR_OUT_FULL + 1, BARS = BAR_OUT_FULL + 2 * DELTA;
 static const u32 AT_CLOCKS = AT_BARS + BARS * 8;
 #ifdef CLOCKS
 static const u32 SHARED = AT_CLOCKS + 128;
@@ -79,19 +83,25 @@ struct Clock {
 #endif
 
 struct Call {
-    const TensorMap *q_map, *grad_out_map;
+    const TensorMap *q_map, *grad_out_map, *out_map;
     const element* kv;
     const int* ids;
-    const float *log2_total, *delta;
+    const float *lse, *sinks;
+    float *log2_total, *delta;
     element* grad_q;
     void* sums;
     int* exponents;
     i64 kv_stride_b, kv_stride_k;
-    int queries, heads, keys, slots, groups, items, key_first, key_last, parts;
+    int queries, heads, keys, slots, items, key_first, key_last, parts;
     float scale, scale2;
-    int step;  // the cluster's items: first(), first() + step, ...
-    DEVICE int query(int item) const { return item / groups; }
-    // Read again at each use: few registers outlive the split into roles.
+    DEVICE int groups() const { return (heads + HEADS * HEAD_BLOCKS - 1) / (HEADS * HEAD_BLOCKS); }  // items of a query
+    DEVICE int query(int item) const { return item / groups(); }
+    // The cluster's items: first(), first() + step(), ... Read again at each use: few registers outlive the split into roles.
+    DEVICE int step() const {
+        int blocks;
+        asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
+        return blocks / CLUSTER;
+    }
     DEVICE int first() const {
         int block;
         asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
@@ -99,7 +109,29 @@ struct Call {
     }
     DEVICE u32 half() const { return cluster_rank() & 1; }  // of the columns
     DEVICE int head_block() const { return HEAD_BLOCKS > 1 ? cluster_rank() >> 1 : 0; }
-    DEVICE int first_head(int item) const { return (item % groups * HEAD_BLOCKS + head_block()) * HEADS; }
+    DEVICE int first_head(int item) const { return (item % groups() * HEAD_BLOCKS + head_block()) * HEADS; }
+};
+
+// Which units hold what. They are taken, the longest free first, in the order X X K O K K .. of each item (Q and dO, keys, and
+// once `out` for delta), and given back in the order O K .. K X X: so the Q and dO of the next item come while this one's last
+// blocks of slots are worked on, and in between keys have all units but two. Every role counts along; a unit's barrier says
+// when it was given back. No cycle of waits: what is given back n-th was taken before the (n + UNITS)-th that takes its place.
+struct Units {
+    u32 bits;  // four a unit: those for keys, the longest free lowest; from bit 24 on the two of Q and dO
+    static const u32 KEYS = (1u << 4 * KEY_STAGES) - 1;
+    DEVICE Units() : bits(0x543210) {}
+    DEVICE void begin_item() { bits = (bits >> 8 & KEYS) | bits << 24; }
+    DEVICE u32 next_keys(bool first) {
+        const u32 unit = bits & 15;
+        u32 keys = (bits & KEYS) >> 4;
+        if (DELTA && first) keys = keys >> 4 | (keys & 15) << 4 * (KEY_STAGES - 2);
+        bits = (bits & ~KEYS) | keys | unit << 4 * (KEY_STAGES - 1);
+        return unit;
+    }
+    DEVICE void end_item() { bits = (bits & KEYS) | bits >> 24 << 4 * KEY_STAGES; }
+    DEVICE u32 x0() const { return bits >> 24 & 15; }  // of the columns of the first product warpgroup
+    DEVICE u32 x1() const { return bits >> 28; }
+    DEVICE u32 out() const { return bits >> 4 * (KEY_STAGES - 2) & 15; }  // after the item's first keys
 };
 
 // threadIdx.x, read again so that nothing derived from it is kept across roles.

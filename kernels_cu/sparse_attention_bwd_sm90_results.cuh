@@ -148,7 +148,7 @@ DEVICE void trade(const Call& p, float (&dkv)[64], u32 shared, u32 bars, int col
     const u32 full = (BAR_TRADE_FULL + columns) * 8, free = (BAR_TRADE_FREE + columns) * 8;
     const u32 at = AT_TRADE + columns * TRADE_BYTES + thread * 16;
     wait(bars + free, turn ^ 1);
-    send<32>(there + at, dkv, there + AT_BARS + full);
+    send<32, 32>(there + at, dkv, there + AT_BARS + full);
     if (thread == 0) bar_arrive_expecting(bars + full, TRADE_BYTES);
     wait(bars + full, turn);
 #pragma unroll

@@ -195,6 +195,29 @@ def test_the_other_main_kernel_gets_the_calls_that_fit(monkeypatch, launches, sh
     assert len(named(launches, MAIN)) == 1
 
 
+def test_hoppers_kernel_finds_what_it_needs_of_each_query_unless_exponents_do(monkeypatch, launches, shared):
+    made = []
+    monkeypatch.setattr(cuda_bwd, "forced_path", None)
+    monkeypatch.setattr(cuda_bwd_sm90, "fits", lambda spec, device: True)
+    monkeypatch.setattr(cuda_bwd_sm90, "describes", lambda *_: True)
+    monkeypatch.setattr(cuda_bwd_sm90, "launch", lambda **arguments: made.append(arguments) or True)
+    monkeypatch.setattr(cuda_bwd_sm90, "_map", lambda address, *_: None if refused == address else object())
+    refused = None
+    at = launch(spec_of())
+    (main,) = made
+    assert [main[name] for name in ("sinks", "out", "lse")] == [at[name] for name in ("sinks", "out", "lse")]
+    assert main["out_strides"] == (32, 40, 48, 1)
+    sinks = named(launches, "sparse_attention_bwd_sinks")[0]
+    assert (main["log2_total"], main["delta"]) == (sinks.log2_total, sinks.delta)
+    assert not named(launches, "sparse_attention_bwd_prep")
+    refused = at["out"]
+    launch(spec_of())
+    assert len(named(launches, "sparse_attention_bwd_prep")) == 1, "strides of out that the driver refuses"
+    refused = None
+    launch(spec_of(), True)
+    assert len(named(launches, "sparse_attention_bwd_prep")) == 2
+
+
 @pytest.mark.parametrize("reversed_array", ["q", "grad_out"])
 def test_passes_do_not_change_the_main_kernel(monkeypatch, launches, shared, reversed_array):
     # The driver takes a reversed batch axis of one row, but not of two: passes over one row must not notice.
@@ -207,6 +230,7 @@ def test_passes_do_not_change_the_main_kernel(monkeypatch, launches, shared, rev
         return None if any(step < 0 for step, size in zip(strides, sizes, strict=True) if size > 1) else object()
 
     monkeypatch.setattr(cuda_bwd_sm90, "tensor_map", tensor_map)
+    cuda_bwd_sm90._encoded.cache_clear()
     monkeypatch.setattr(cuda_bwd_sm90, "launch", lambda **_: pytest.fail("this pass would have other bits"))
     strides = {"q": (2560, 512, 64, 1), "grad_out": (2560, 512, 64, 1)}
     strides[reversed_array] = (-2560, 512, 64, 1)

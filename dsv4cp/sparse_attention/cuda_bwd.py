@@ -2,8 +2,8 @@
 
 `backward` takes CuPy arrays; `launch_backward` takes addresses and strides, for callers whose memory is not CuPy's.
 Work is queued on CuPy's current stream, or the one given; nothing waits for it. Before the passes
-(cuda_bwd_passes.py): prep, and for sums of fixed order select and exponents. A pass: zero the sums, the main kernel,
-finish.
+(cuda_bwd_passes.py): prep, unless the main kernel finds log2_total and delta itself, and for sums of fixed order select
+and exponents. A pass: zero the sums, the main kernel, finish. Last the gradient of the sinks.
 
 The main kernel is either of two behind one interface, cuda_bwd_sm90 where it fits the call and the driver can describe
 the call's strides, else cuda_bwd_mma:
@@ -16,8 +16,9 @@ that of its first; strides in elements, the last is 1. grad_q [B, S, H, D] and s
 (float32 added with red.add.f32, or int64 with add_fixed and the factor of exponents [B, K]: then an infinite term
 marks its key, atomicMax(exponents + key, FIXED_BROKEN)) are contiguous. `parts`: 1 grad_q, 2 sums, 3 both; 1 and 2
 together give the bits of 3. Only slots with key_first <= id < key_last add to sums; grad_q (parts 1 and 3: then the
-range is [0, K)) takes all of them. False: the launch was refused (strides that the driver cannot describe) and
-nothing was queued.
+range is [0, K)) takes all of them. Hopper's also takes sinks, out, lse and out_strides, and where its finds_delta says
+so it writes log2_total and delta [B, S, H], which are read otherwise. False: the launch was refused (strides that the
+driver cannot describe) and nothing was queued.
 """
 
 from __future__ import annotations
@@ -73,10 +74,11 @@ def launch_backward(
     at = {field.name: work + getattr(plan, field.name) for field in dataclasses.fields(Layout)}
     element, stream = ELEMENTS[dtype], {"stream": stream}
     strides = {"grad_out": grad_out_strides, "out": out_strides, "q": q_strides}
-    _prep(grad_out, q, sinks, out, lse, at, spec, element, strides, deterministic, stream)
+    main = _main(grad_out, q, grad_out_strides, q_strides, spec, dtype)
+    if main is cuda_bwd_mma or not cuda_bwd_sm90.finds_delta(out, out_strides, spec, dtype, deterministic):
+        _prep(grad_out, q, sinks, out, lse, at, spec, element, strides, deterministic, stream)
     if deterministic:
         _exponents(kv, ids, at, spec, element, kv_strides, stream)
-    main = _main(grad_out, q, grad_out_strides, q_strides, spec, dtype)
     finish = _kernels.kernel(FINISH, "sparse_attention_bwd_finish", defines=_finish(element, deterministic))
     per_head, per_row = 4 * spec.queries * spec.heads, 2 * spec.queries * spec.heads * spec.dim
     for b, b_end, key, key_end, parts in passes(spec, plan):
@@ -104,7 +106,9 @@ def launch_backward(
             "parts": parts,
             **stream,
         }
-        if not main.launch(**arguments):
+        more = {"sinks": sinks, "out": out, "lse": lse, "out_strides": out_strides}
+        # Refused, if ever, where passes are over single batch rows: sums of fixed order, whose delta prep has found.
+        if main is cuda_bwd_mma or not main.launch(**arguments, **more):
             cuda_bwd_mma.launch(**arguments)
         if parts & SUMS:
             _kernels.launch(

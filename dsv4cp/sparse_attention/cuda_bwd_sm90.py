@@ -17,17 +17,25 @@ from .cuda_sm90 import DIM, ELEMENTS, MOST_ITEMS, _is_hopper, _multiprocessors, 
 
 FILE, FUNCTION = "sparse_attention_bwd_sm90.cu", "sparse_attention_bwd_sm90"
 HEADS, BOX_HEADS, THREADS = 64, 32, 512
-# SHARED in the kernel, which checks it, by (blocks of heads in a cluster, deterministic).
-SHARED_BYTES = {(1, False): 232128, (1, True): 215504, (2, False): 231904, (2, True): 231904}
+# SHARED in the kernel, which checks it, by (blocks of heads in a cluster, deterministic, finds delta).
+SHARED_BYTES = {
+    (1, False, True): 231968,
+    (1, False, False): 231696,
+    (1, True, False): 215776,
+    (2, False, True): 231984,
+    (2, False, False): 231712,
+    (2, True, False): 232176,
+}
 CLUSTERS_OF_FOUR = 30  # of 132 multiprocessors: what the parts of an H200 that share a cluster's network have room for
 
 
-def _defines(element: str, blocks: int, deterministic: bool) -> dict[str, Any]:
+def _defines(element: str, blocks: int, deterministic: bool, finds_delta: bool) -> dict[str, Any]:
     return {
         "ELEMENT": element,
         "HEAD_BLOCKS": blocks,
         "DETERMINISTIC": int(deterministic),
-        "SHARED_BYTES": SHARED_BYTES[blocks, deterministic],
+        "DELTA": int(finds_delta),
+        "SHARED_BYTES": SHARED_BYTES[blocks, deterministic, finds_delta],
     }
 
 
@@ -46,20 +54,33 @@ def describes(
     grad_out: int, q: int, grad_out_strides: tuple[int, ...], q_strides: tuple[int, ...], spec: Spec, dtype: str
 ) -> bool:
     """Whether the driver can describe the strides of q and grad_out (reversed axes it cannot)."""
-    return all(x is not None for x in _maps(grad_out, q, grad_out_strides, q_strides, spec, dtype))
+    q_map, grad_out_map = _map(q, q_strides, spec, dtype), _map(grad_out, grad_out_strides, spec, dtype)
+    return q_map is not None and grad_out_map is not None
+
+
+def finds_delta(out: int, out_strides: tuple[int, ...], spec: Spec, dtype: str, deterministic: bool) -> bool:
+    """Whether the kernel finds log2_total and delta itself: not for sums of fixed order, whose exponents need more of
+    every query beforehand, nor where the driver cannot describe the strides of out."""
+    return not deterministic and _map(out, out_strides, spec, dtype) is not None
 
 
 def launch(
-    *, grad_out: int, q: int, kv: int, ids: int, log2_total: int, delta: int, grad_q: int, sums: int, exponents: int,
-    spec: Spec, dtype: str, grad_out_strides: tuple[int, ...], q_strides: tuple[int, ...], kv_strides: tuple[int, ...],
-    deterministic: bool, key_first: int, key_last: int, parts: int, stream: Any,
+    *, grad_out: int, q: int, kv: int, sinks: int, ids: int, out: int, lse: int, log2_total: int, delta: int,
+    grad_q: int, sums: int, exponents: int, spec: Spec, dtype: str, grad_out_strides: tuple[int, ...],
+    q_strides: tuple[int, ...], kv_strides: tuple[int, ...], out_strides: tuple[int, ...], deterministic: bool,
+    key_first: int, key_last: int, parts: int, stream: Any,
 ) -> bool:  # fmt: skip
-    """Queues the call; False where the driver cannot describe the strides of q or grad_out, and nothing was queued."""
+    """Queues the call; False where the driver cannot describe the strides of q or grad_out, and nothing was queued.
+
+    Where `finds_delta`, log2_total and delta are results, from sinks, out and lse.
+    """
     import cupy
 
-    q_map, grad_out_map = _maps(grad_out, q, grad_out_strides, q_strides, spec, dtype)
+    q_map, grad_out_map = _map(q, q_strides, spec, dtype), _map(grad_out, grad_out_strides, spec, dtype)
     if q_map is None or grad_out_map is None:
         return False
+    finds = finds_delta(out, out_strides, spec, dtype, deterministic)
+    out_map = _map(out, out_strides, spec, dtype) if finds else q_map  # else not read
     device = cupy.cuda.runtime.getDevice()
     blocks = 1 if spec.heads <= HEADS else 2
     items = spec.batch * spec.queries * -(-spec.heads // (HEADS * blocks))
@@ -69,15 +90,18 @@ def launch(
     with np.errstate(over="ignore"):  # a scale beyond float32 is infinite there
         scale, scale2 = np.float32(spec.scale), np.float32(spec.scale * math.log2(math.e))
     _kernels.launch(
-        _kernel(dtype, blocks, deterministic),
+        _kernel(dtype, blocks, deterministic, finds),
         grid=min(items, room) * 2 * blocks,
         block=THREADS,
-        shared_bytes=SHARED_BYTES[blocks, deterministic],
+        shared_bytes=SHARED_BYTES[blocks, deterministic, finds],
         stream=stream,
         q_map=q_map,
         grad_out_map=grad_out_map,
+        out_map=out_map,
         kv=kv,
         ids=ids,
+        lse=lse,
+        sinks=sinks,
         log2_total=log2_total,
         delta=delta,
         grad_q=grad_q,
@@ -85,7 +109,7 @@ def launch(
         exponents=exponents,
         kv_stride_b=np.int64(kv_strides[0]),
         kv_stride_k=np.int64(kv_strides[1]),
-        batch=np.int32(spec.batch),
+        items=np.int32(items),
         queries=np.int32(spec.queries),
         heads=np.int32(spec.heads),
         keys=np.int32(spec.keys),
@@ -99,17 +123,18 @@ def launch(
     return True
 
 
-def _maps(
-    grad_out: int, q: int, grad_out_strides: tuple[int, ...], q_strides: tuple[int, ...], spec: Spec, dtype: str
-) -> tuple[Any, Any]:
-    """The tensor maps of q and grad_out, None for what the driver refuses."""
-    sizes = (spec.heads, spec.queries, spec.batch)
-    return (
-        tensor_map(q, sizes, q_strides[2::-1], dtype, BOX_HEADS),
-        tensor_map(grad_out, sizes, grad_out_strides[2::-1], dtype, BOX_HEADS),
-    )
+def _map(address: int, strides: tuple[int, ...], spec: Spec, dtype: str) -> Any:
+    """The tensor map of q, grad_out or out, None where the driver refuses."""
+    return _encoded(address, (spec.heads, spec.queries, spec.batch), tuple(strides[2::-1]), dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _encoded(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Any:
+    """Kept, since a call asks for the same maps more than once, and training steps get the same memory again."""
+    return tensor_map(address, sizes, strides, dtype, BOX_HEADS)
 
 
 @functools.cache
-def _kernel(dtype: str, blocks: int, deterministic: bool) -> _kernels.Kernel:
-    return _kernels.kernel(FILE, FUNCTION, defines=_defines(ELEMENTS[dtype], blocks, deterministic), arch="sm_90a")
+def _kernel(dtype: str, blocks: int, deterministic: bool, finds: bool) -> _kernels.Kernel:
+    defines = _defines(ELEMENTS[dtype], blocks, deterministic, finds)
+    return _kernels.kernel(FILE, FUNCTION, defines=defines, arch="sm_90a")
