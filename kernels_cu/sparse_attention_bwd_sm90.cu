@@ -60,20 +60,21 @@
 //
 // 7 to 9: float32 sums, medians in ms of the whole call / this kernel, S4096 T640, S4096 T160, S2048 H128 (380 valid) on an
 // H200 (GEMM 750 to 764; before, in the same run: 1.957/1.806 0.834/0.676 1.762/1.608, of which prep 0.137 0.137 0.144).
-// Clocks of a block before: scores handed out 1350 and waited for 475, the other block's scores 1372, softmax 1740, P free
+// Clocks of a block before (GEMM 775): scores handed out 1350 and waited for 475, the other block's scores 1372, softmax 1740, P free
 // 306, P written 552, keys 313; a gather warp 2279 to start copies of 12 KB: every access queues behind the additions.
-//   7  delta by a warp with plain loads of grad_out and out, predicted 1.90 0.72 together: 2.19 1.80 2.22, with two warps 2.11
-//      1.10 1.86: a head's loads take some 1500 clocks behind the additions, and 40 registers hold few heads. Not pursued.
+//   7  delta by a warp with plain loads of grad_out and out, predicted 1.90 0.72 together (GEMM 775): 2.19 1.80 2.22, with two
+//      warps 2.11 1.10 1.86: a head's loads take some 1500 clocks behind the additions, and 40 registers hold few heads. Not pursued.
 //   8  one queue of units instead of stages of Q, dO and of keys: keys have four units in mid-item, so the scores of the next
 //      block no longer wait for them, and the exchange runs beside; predicted 1.45 to 1.6 for T640: 1.811/1.654 0.810/0.659
 //      1.754/1.600. Other block's scores 485, softmax 1322, keys 479, handed out 1597.
 //      delta as a product, out in a unit after the first keys: predicted 0.1 ms of prep's 0.137: 1.748/1.730 0.748/0.732
 //      1.641/1.627. A block's share of it for T640: 114 for out, 122 the product, 159 the other block's part.
-//   9  a chunk of scores handed out between the parts of the softmax, predicted 500 clocks a block less:
-//      1.700/1.695 0.749/0.734 1.618/1.598 (handed out 818 instead of 1610, softmax with the rest 1831 instead of 1324). Float32 sums alone.
+//   9  a chunk of scores handed out between the parts of the softmax, expected up to 1000 clocks a block less:
+//      1.700/1.695 0.749/0.734 1.618/1.598 (handed out 818 instead of 1610, softmax with the rest 1831 instead of 1324: 285).
+//      Float32 sums alone.
 //      The other block's part of delta waited for only at the first softmax: spills, 1.870 0.808 1.725.
-//      Trades of columns between the additions instead of before: 1.764 0.753 1.648 (with 8). Pauses of 60 and 150 clocks
-//      between additions: 1.786 0.760 1.657 and 1.850 0.773 1.683 (with 9): softmax 1187, but P waits 2159 for the products.
+//      Trades of columns between the additions instead of before: 1.764 0.753 1.648 (with 8); with 9 and pauses of 60
+//      and 150 clocks as well: 1.786 0.760 1.657 and 1.850 0.773 1.683: softmax 1187, but P waits 2159 for the products.
 //      Now the score warpgroup spends 6250 clocks a block of T640 (6425 before 7), 7070 of T160: still the chain that limits.
 //      Integer sums: correctness alone was checked, they were not timed since 6.
 #include "sparse_attention_bwd_sm90_producers.cuh"
@@ -83,8 +84,8 @@
 
 // [S | dP] of 64 slots over this block's columns, started: column groups of 8, first this block's heads of S and of dP, then
 // the other block's of dP and of S.
-// One chunk of the columns of the four, first to last: a warp waits while it hands them to the tensor cores, so
-// other work goes in between.
+// One of the four chunks of columns, in their order: a warp waits while it hands them to the tensor cores, so other work goes
+// in between.
 template <int CHUNK>
 DEVICE void start_scores(float (&own)[32], float (&other)[32], u32 keys, u32 x0, u32 x1) {
     u32 x = CHUNK >> 1 ? x1 : x0;
