@@ -79,7 +79,8 @@ def small_cases(path: str, seconds: float) -> None:
         if time.perf_counter() - start > seconds:
             left.append(f"H{h} D{d} T{t} {dtype}")
             continue
-        inputs = random_inputs(b=2, s=4, h=h, d=d, k=200, t=t, dtype=dtype, seed=h)
+        # The sinks' gradients are sums over queries that cancel: of few heads they take many queries to be far from 0.
+        inputs = random_inputs(b=2, s=4 if h > 8 else 64, h=h, d=d, k=200, t=t, dtype=dtype, seed=h)
         inputs[2][0] = (np.inf, -np.inf, 2e38)[done % 3]
         call = prepared(inputs, d**-0.5)
         for deterministic in (False, True):
