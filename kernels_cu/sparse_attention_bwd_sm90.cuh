@@ -60,15 +60,17 @@ DEVICE void wait(u32 bar, u32 parity) {
 #endif
 }
 
-// Whether a wait would end at once.
+// Whether a wait would end at once: one answer for the score warpgroup, since it decides which wgmma comes next, and those
+// are the warpgroup's. "barrier 3".
 DEVICE bool is_past(u32 bar, u32 parity) {
     u32 done;
     asm volatile(
-        "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+        "{\n.reg .pred p, q;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "barrier.cta.red.and.pred q, 3, 128, p;\nselp.u32 %0, 1, 0, q;\n}\n"
         : "=r"(done)
         : "r"(bar), "r"(parity)
         : "memory");
-    return __shfl_sync(FULL_WARP, done, 0);  // the same answer in all lanes
+    return done;
 }
 
 // ---- Shared and global memory --------------------------------------------------------------------------

@@ -270,6 +270,7 @@ DEVICE void gather_warp(const Call& p, u32 shared, u32 bars, int warp, int lane)
         const char* kv = (const char*)(p.kv + item_at(p, i) / p.head_blocks / p.queries * p.kv_stride_b) + (lane & 7) * 16;
         bool more = true;
         bar_wait(bars + (BAR_KEY_FREE + stage) * 8, parity);
+        fence_async();  // ordinary instructions wrote and read what the copy engine now writes over
         if (warp == 0 && lane == 0) load_q(p, shared + AT_KEYS + stage * KV_BYTES, bars + (BAR_KEY_FULL + stage) * 8, i, 0, Q_HELD);
         __syncwarp();
         bar_arrive(bars + (BAR_KEY_FULL + stage) * 8);

@@ -85,8 +85,9 @@ def test_golden_values(way, impl, dtype, ids, dq, dkv, dsink):
 
 @pytest.mark.parametrize("sink", [0.0, -INF, INF, 2e38])
 @pytest.mark.parametrize("incoming", [1.0, np.nan, INF])
-def test_rows_without_keys(path, impl, sink, incoming):
-    g, q, kv, sinks, ids = inputs(d=64, h=5)
+@pytest.mark.parametrize(("dim", "heads"), [(64, 5), (512, 33), (512, 100)])
+def test_rows_without_keys(path, impl, sink, incoming, dim, heads):
+    g, q, kv, sinks, ids = inputs(d=dim, h=heads)
     g[...], sinks[...], ids[...] = incoming, sink, -1
     for got in cupy_grads(g, q, kv, sinks, ids, 0.1, impl):
         assert (to_numpy(got) == 0).all()

@@ -70,6 +70,26 @@ def test_strided_gradients_equal_copies(path, layout):
     check_same(cupy_grads(view, q, kv, sinks, ids, 0.1, "deterministic"), want)
 
 
+@pytest.mark.parametrize("heads", [33, 100])
+@pytest.mark.parametrize("layout", ["padded", *LAYOUTS])
+def test_outputs_of_any_strides(path, heads, layout):
+    """Where the copy engine cannot read `out`, its product with grad_out comes from a kernel before the main one."""
+    g, q, kv, sinks, ids = inputs(h=heads, d=512)
+    out, lse = dsv4cp.dsv4_sparse_attention(q, kv, sinks, ids, 0.05, backend="cuda", return_lse=True)
+    if layout == "padded":
+        parent = cupy.full((*out.shape[:3], 1024), np.nan, out.dtype)
+        parent[..., :512] = out
+        view = parent[..., :512]
+    else:
+        view = LAYOUTS[layout](out)
+
+    def call(out):
+        return dsv4cp.dsv4_sparse_attention_grad(g, q, kv, sinks, ids, out, lse, 0.05, backend="cuda")
+
+    for got, want in zip(call(view), call(view.copy(order="C")), strict=True):
+        check_close(got, to_numpy(want), "attention_grad", "bfloat16")
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strided_inputs_equal_copies(path, layout):
     g, q, kv, sinks, ids = inputs(h=20, d=128, b=1, unseen=1.0)
