@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
 
 
 def pytest_addoption(parser):
+    parser.addoption("--failures", metavar="FILE", help="write each failure there at once: a run cut off leaves them")
     parser.addoption("--require-gpu", action="store_true", help="fail, instead of skip, gpu tests without a CUDA GPU")
     parser.addoption("--every-variant", action="store_true", help="compile every variant of every kernel for every GPU")
+
+
+class Failures:
+    """Writes failures down as they come, where pytest itself waits for the end; beside xdist's workers too."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.start = file, time.monotonic()
+        file.write_text("", encoding="utf-8")
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            worker = getattr(getattr(report, "node", None), "gateway", None)
+            head = f"{time.monotonic() - self.start:.0f} s {worker.id if worker else 'here'} {report.nodeid} {report.when}"
+            with self.file.open("a", encoding="utf-8") as out:
+                out.write(f"{head}\n{report.longreprtext[-3000:]}\n\n")
+
+
+def pytest_configure(config):
+    file = config.getoption("--failures")
+    if file and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Failures(Path(file).resolve()))
 
 
 def _gpu_missing() -> str | None:
