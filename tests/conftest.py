@@ -24,9 +24,10 @@ class Failures:
     def pytest_runtest_logreport(self, report):
         if report.failed:
             worker = getattr(getattr(report, "node", None), "gateway", None)
-            head = f"{time.monotonic() - self.start:.0f} s {worker.id if worker else 'here'} {report.nodeid} {report.when}"
+            place = worker.id if worker else "here"
             with self.file.open("a", encoding="utf-8") as out:
-                out.write(f"{head}\n{report.longreprtext[-3000:]}\n\n")
+                out.write(f"{time.monotonic() - self.start:.0f} s {place} {report.nodeid} {report.when}\n")
+                out.write(f"{report.longreprtext[-3000:]}\n\n")
 
 
 def pytest_configure(config):
