@@ -1,6 +1,6 @@
 """Kernels of the fuzzer's own run on the stream that orders the memory they touch, whatever CuPy's current one is.
 
-Shown with stand-ins for CuPy and torch's streams, which remember what was queued where; on a GPU test_everywhere_gpu.py.
+Shown with stand-ins for CuPy and torch's streams, which remember what was queued where.
 """
 
 from __future__ import annotations
