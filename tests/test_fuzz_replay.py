@@ -42,7 +42,7 @@ def children(monkeypatch):
     """What would be run in other processes, and what they answer."""
     made = {"commands": [], "answers": []}
 
-    def child(command, seconds):
+    def child(command, seconds, **more):
         made["commands"].append(command)
         if "--replay" in command:
             made["lines"] = open(command[-1]).read().splitlines()

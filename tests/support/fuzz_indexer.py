@@ -254,7 +254,7 @@ class ScoresOp(Op):
         """What they lose, [B, P, 1]: half a quantum a slot. Bounds are those of indexer_grad_finish.cu; the quantum is
         for all slots of the batch row, whichever entry they name."""
         bound = 2 * abs(scale) * g.abs() * (w.abs() * q.abs().amax(3)).sum(2, keepdim=True)
-        slots = torch.tensor(max(1, at.valid.shape[1] * at.valid.shape[2]), device=g.device)
+        slots = torch.full((), max(1, at.valid.shape[1] * at.valid.shape[2]), device=g.device)
         count = at._scattered(at.valid[..., None].double())
         return 0.5 * count * oracle64.fixed_quantum(at._largest(bound), slots)
 

@@ -93,7 +93,7 @@ def check(lines: list[str]) -> None:
         if (left := end - time.monotonic()) < 1.0:
             break
         command = [tool, "--tool", "memcheck", "--error-exitcode", "99", sys.executable, str(FUZZ), "--case", line]
-        status, text = child(command, left)
+        status, text = child(command, left, PYTORCH_NO_CUDA_MEMORY_CACHING="1")  # each input an allocation of its own
         if status is None:
             break
         done += 1
@@ -106,9 +106,9 @@ def check(lines: list[str]) -> None:
     print(f"memcheck: nothing in {done} of {len(lines)} cases, each alone", flush=True)
 
 
-def child(command: list[str], seconds: float) -> tuple[int | None, str]:
+def child(command: list[str], seconds: float, **more: str) -> tuple[int | None, str]:
     """(exit status, None where time was over; what it said)."""
-    environment = {**os.environ, "CUDA_LAUNCH_BLOCKING": "1"}
+    environment = {**os.environ, "CUDA_LAUNCH_BLOCKING": "1", **more}
     try:
         done = subprocess.run(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds, env=environment, check=False
