@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -107,12 +108,14 @@ def check(lines: list[str]) -> None:
 
 
 def child(command: list[str], seconds: float, **more: str) -> tuple[int | None, str]:
-    """(exit status, None where time was over; what it said)."""
+    """(exit status, None where time was over; what it said). Its own children end with it."""
     environment = {**os.environ, "CUDA_LAUNCH_BLOCKING": "1", **more}
+    running = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+    )
     try:
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds, env=environment, check=False
-        )
-    except subprocess.TimeoutExpired as over:
-        return None, (over.stdout or b"").decode(errors="replace")
-    return done.returncode, done.stdout.decode(errors="replace")
+        text, status = running.communicate(timeout=seconds)[0], running.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(running.pid, signal.SIGKILL)  # compute-sanitizer's program is a process of its own
+        text, status = running.communicate()[0], None
+    return status, text.decode(errors="replace")
