@@ -2,6 +2,7 @@
 
     python tests/fuzz.py --seconds N --seed K [--cases N] [--device cpu|cuda] [--op TEXT] [--backend TEXT] [--jobs N]
     python tests/fuzz.py --case LINE
+    python tests/fuzz.py --replay FILE
 
 Shapes with axes of length 0 and 1, dtypes, strides, id patterns, sinks, scales, values, plans, both backward
 implementations; NaN in every row that must not be read; inputs must stay as they were. Every case is a JSON line, which
@@ -9,6 +10,11 @@ is printed when it fails (shrunk): --case runs that line again, on a CPU too whe
 draws the cases where it is installed, on a GPU a fast random driver. The oracle is tests/support/oracle64.py, which
 tests/test_fuzz.py compares with tests/support/naive.py. --op and --backend keep the ops and the ways
 ("cupy/cuda/numba") that contain the text.
+
+Where the GPU's context is lost, the case that raised and those in flight are printed, and a child runs the last 48
+cases again: --replay FILE runs JSON lines in order, waits for the GPU after each, and prints the first that fails, or
+that none does (by hand, set CUDA_LAUNCH_BLOCKING=1). compute-sanitizer, where it is on PATH, then looks at single cases
+for a minute at most (tests/support/fuzz_replay.py).
 
 Prints counts of each op and way. Exit status 0: all well; 1: a failure; 2: nothing to try; 3: a call hung.
 """
@@ -26,18 +32,22 @@ import threading
 import time
 import traceback
 import warnings
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
+from tests.support import fuzz_replay
 from tests.support.fuzz_arrays import Way
 from tests.support.fuzz_jit import share_numba_kernels
 from tests.support.fuzz_ops import OPS, Op, Refused, Verdict, try_case
+from tests.support.fuzz_replay import dead
 
 AT_ONCE = 16  # verdicts of a GPU looked at with one synchronisation
+KEPT = 48  # cases to run again where the context is lost
 HUNG = 120.0  # seconds without a finished case
 MOST_FAILURES = 5
 SHRINK_SECONDS = 20.0
@@ -53,12 +63,15 @@ class Session:
         self.reasons: Counter[str] = Counter()
         self.failures: list[dict] = []
         self.flying: list[tuple[dict, Verdict | None]] = []  # cases whose verdict nobody has looked at
+        self.ring: deque[dict] = deque(maxlen=KEPT)  # what ran last, shrinking included
+        self.raised: dict | None = None  # the case whose call found the context lost
         self.beat = time.monotonic()
 
     def fly(self, op: Op, case: dict) -> None:
         """Queues one case; looks at verdicts now and then."""
         key = (op.name, case["way"])
         self.flying.append((case, None))
+        self.ring.append(case)
         try:
             verdict = quiet(op, case)
         except Refused as reason:
@@ -67,9 +80,10 @@ class Session:
             self.reasons[f"{case['way']}: {re.sub(r'[0-9]+', 'N', str(reason))[:110]}"] += 1
             return
         except Exception as error:
-            self.flying.pop()
             if dead(error):
+                self.raised = case  # and stays among those in flight: it may have done it
                 raise
+            self.flying.pop()
             self.failed(op, case, f"{type(error).__name__}: {error}")
             return
         self.done[key] += 1
@@ -93,7 +107,12 @@ class Session:
     def failed(self, op: Op, case: dict, why: str) -> None:
         if len(self.failures) < MOST_FAILURES:
             print(f"FAILED {op.name} on {case['way']}: {why}", flush=True)
-            small, why = shrink(op, case, self.shrink)
+            try:
+                small, why = shrink(op, case, self.shrink, self.ring.append)
+            except Exception as error:
+                if dead(error):
+                    self.raised = self.ring[-1]
+                raise
             print(f"  {why}\n  python tests/fuzz.py --case '{json.dumps(small)}'", flush=True)
         self.failures.append(case)
 
@@ -102,13 +121,6 @@ def quiet(op: Op, case: dict, detail: bool = False) -> Verdict:
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         return try_case(op, case, detail)
-
-
-def dead(error: Exception) -> bool:
-    """The GPU's context is gone: no later call can work."""
-    return bool(
-        re.search(r"illegal (memory|address|instruction)|misaligned|cudaErrorIllegal|launch failure|ECC", str(error))
-    )
 
 
 def outcome(op: Op, case: dict) -> str | None:
@@ -125,9 +137,13 @@ def outcome(op: Op, case: dict) -> str | None:
     return None if not labels else "; ".join(verdict.notes or labels)
 
 
-def shrink(op: Op, case: dict, seconds: float | None = None) -> tuple[dict, str]:
-    """A simpler case that fails too, and why: each parameter is set to the simpler options before its own."""
+def shrink(
+    op: Op, case: dict, seconds: float | None = None, note: Callable[[dict], None] = lambda _: None
+) -> tuple[dict, str]:
+    """A simpler case that fails too, and why: each parameter is set to the simpler options before its own. `note` gets
+    every case before it is tried."""
     end = time.monotonic() + (SHRINK_SECONDS if seconds is None else seconds)
+    note(case)
     why = outcome(op, case)
     if why is None:
         return case, "(a second run does not fail)"
@@ -142,6 +158,7 @@ def shrink(op: Op, case: dict, seconds: float | None = None) -> tuple[dict, str]
                 if time.monotonic() > end or simpler == case[name]:
                     continue
                 trial = {**case, name: simpler}
+                note(trial)
                 if (again := outcome(op, trial)) is not None:
                     case, why, moved = trial, again, True
                     break
@@ -264,17 +281,23 @@ def drive(session: Session, options: argparse.Namespace) -> int:
     except Exception as error:
         if not dead(error):
             raise
-        print(f"The GPU's context is lost: {error}. One of these did it:", flush=True)
-        for case, _ in session.flying:
-            line = json.dumps(case)
-            done = subprocess.run(
-                [sys.executable, __file__, "--case", line], capture_output=True, text=True, timeout=120
-            )
-            print(f"  exit {done.returncode}: python tests/fuzz.py --case '{line}'", flush=True)
-        session.failures.append(session.flying[-1][0] if session.flying else {"lost": str(error)})
+        lost(session, error, over)
     finally:
         over.set()  # else it would end the process, a test's for one, long after this run
     return 1 if session.failures else 0
+
+
+def lost(session: Session, error: Exception, over: threading.Event) -> None:
+    """Says which case may have lost the context, and has it looked for in other processes."""
+    over.set()  # nothing comes back from now on: the watch would end the search
+    print(f"The GPU's context is lost: {error}. One of these did it, or one before:", flush=True)
+    flying = [case for case, _ in session.flying]
+    if session.raised is not None and not any(case is session.raised for case in flying):
+        flying.append(session.raised)
+    for case in flying:
+        print(f"  {'raised here' if case is session.raised else 'in flight'}: {fuzz_replay.again(json.dumps(case))}")
+    session.failures.append(session.raised or (flying or [{"lost": str(error)}])[-1])
+    fuzz_replay.investigate(list(session.ring), flying[::-1])
 
 
 # --- The command ---------------------------------------------------------------------------------------------
@@ -286,6 +309,11 @@ def pairs_of(device: str, op_text: str, way_text: str) -> list[tuple[Op, Way]]:
         if op_text in name:
             found += [(op, way) for way in op.ways(device, way_text)]
     return found
+
+
+def replay(file: str) -> int:
+    share_numba_kernels()
+    return fuzz_replay.replay(file, lambda case: outcome(OPS[case["op"]], case))
 
 
 def one_case(line: str) -> int:
@@ -391,11 +419,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--shrink", type=float, help="seconds to simplify a failing case for")
     parser.add_argument("--driver", choices=("auto", "random"), default="auto")
     parser.add_argument("--case", help="run one line again")
+    parser.add_argument("--replay", metavar="FILE", help="run the JSON lines of a file in order")
     parser.add_argument("--list", action="store_true", help="ops and ways that would run")
     parser.add_argument("--raw", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.case:
         return one_case(options.case)
+    if options.replay:
+        return replay(options.replay)
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     start = time.monotonic()
     if options.jobs > 1:

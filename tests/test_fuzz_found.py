@@ -14,9 +14,10 @@ ml_dtypes = pytest.importorskip("ml_dtypes")
 from dsv4cp import torch_ops  # noqa: E402
 from dsv4cp.indexer import contract, reference  # noqa: E402
 from dsv4cp.sparse_attention import reference_chunks  # noqa: E402
-from tests.support.fuzz_ops import OPS, Refused, try_case  # noqa: E402
+from tests.support.fuzz_arrays import Way  # noqa: E402
+from tests.support.fuzz_ops import OPS, Refused, Verdict, try_case  # noqa: E402
 
-ENDLESS = float("-inf")
+ENDLESS, NAN = float("-inf"), float("nan")
 
 
 def ones(*shape: int, dtype=torch.bfloat16) -> torch.Tensor:
@@ -68,6 +69,30 @@ def test_bounds_count_the_smallest_numbers_of_the_arithmetic():
         sizes |= {"values": "denormal", "seed": 0}
         verdict = try_case(op, {"op": op.name, "way": str(way), **op.plain(way), **sizes}, detail=True)
         assert not verdict.failed(), (str(way), verdict.notes)
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "cuda"])
+def test_gradients_of_sinks_that_are_none_beside_nan(backend):
+    """Head 0 has a sink, head 1 none, head 2 one whose share is 0 in float32; grad_out of a query is NaN. The package
+    says 0 for head 1 in place of cuDNN's kernels, and NaN else."""
+    op, way, cpu = OPS["attention gradient"], Way("cupy", "cuda", backend), Way("torch", "cpu", "torch")
+    case = {"op": op.name, "way": str(way), **op.plain(way), "H": 3, "T": 3, "ids": "all", "seed": 1}
+    held = op.make(cpu, case)
+    held["sinks"].view.copy_(torch.tensor([0.0, ENDLESS, -1e4]))
+    held["g"].view[:, -1:] = NAN
+    op.save(way, case, held)
+    want = op.oracle(way, case, held).backward(*(held[n].view for n in ("g", "out", "lse")))
+    grads = [want[n][0].to(held[x].view.dtype) for n, x in enumerate(("q", "kv"))]
+
+    def failed(*sinks: float) -> list[str]:
+        v = Verdict(detail=True)
+        op.judge(way, case, held, [*grads, torch.tensor(sinks)], v)
+        return v.failed()
+
+    right, other = ((NAN, 0.0, NAN), (NAN, NAN, NAN)) if backend == "cudnn" else ((NAN, NAN, NAN), (NAN, 0.0, NAN))
+    assert failed(*right) == []
+    for wrong in (other, (0.0, *right[1:]), (*right[:2], 0.0)):
+        assert failed(*wrong) == ["grad_sinks"]
 
 
 @pytest.mark.gpu

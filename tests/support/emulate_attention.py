@@ -57,8 +57,33 @@ def forward(q, kv, sinks, ids, scale: float, mistake: Mistake = right) -> tuple[
     return out, lse
 
 
-def backward(g, q, kv, sinks, ids, out, lse, scale: float, mistake: Mistake = right) -> tuple[torch.Tensor, ...]:
-    """(grad_q, grad_kv, grad_sinks) in the dtypes of q, kv and sinks."""
+def exponents(g, q, kv, ids, delta, scale: float) -> torch.Tensor:
+    """float64 [B, K]: sums of a key are integers times 2^-e (fixed_sum.cuh), by the bounds of
+    sparse_attention_bwd_prep.cu; NaN where the sum is."""
+    found = torch.zeros(kv.shape[:2], dtype=torch.float64)
+    most = torch.zeros(*kv.shape[:2], 3)  # slots, key_part, rest
+    for b, s, _, of in queries(q, kv, ids):
+        largest, x = q[b, s].float().abs().amax(1), g[b, s].float()
+        key_part = (abs(scale) * x.square().sum(1).sqrt() * 1.0001 * largest).sum()
+        rest = ((scale * delta[b, s]).abs() * largest + x.abs().amax(1)).sum()
+        for key in of.tolist():
+            slots = most[b, key, 0] + 1
+            most[b, key] = torch.maximum(most[b, key], torch.stack((slots, key_part, rest)))
+    for b, k in most[..., 0].nonzero().tolist():
+        slots, key_part, rest = most[b, k].tolist()
+        bound = 2 * (key_part * kv[b, k].float().norm().item() * 1.0001 + rest)
+        exponent = min(62 - math.frexp(bound)[1] - (int(slots) - 1).bit_length(), 126)
+        found[b, k] = exponent if bound < 2.0**120 else math.nan
+    return found
+
+
+def backward(
+    g, q, kv, sinks, ids, out, lse, scale: float, mistake: Mistake = right, fixed: int | None = None
+) -> tuple[torch.Tensor, ...]:
+    """(grad_q, grad_kv, grad_sinks) in the dtypes of q, kv and sinks.
+
+    fixed: grad_kv as a sum of integers, whose exponents are less by so many; None: of float32.
+    """
     half, scale2 = q.dtype, torch.tensor(scale * LOG2E, dtype=torch.float32)
     sink2 = sinks.float() * LOG2E
     larger = torch.maximum(lse, sinks.float())
@@ -67,11 +92,17 @@ def backward(g, q, kv, sinks, ids, out, lse, scale: float, mistake: Mistake = ri
     total = torch.where((lse == -INF) | (sinks == INF), INF, total)
     delta = (g.float() * out.float()).sum(3)
     grad_q, sums = torch.zeros_like(q), torch.zeros(kv.shape)
+    if fixed is not None:
+        unit = torch.exp2(exponents(g, q, kv, ids, delta, scale) - fixed)[..., None]
+        sums = torch.zeros(kv.shape, dtype=torch.int64)
     for b, s, rows, of in queries(q, kv, ids):
         p = mistake("p", torch.exp2((q[b, s].float() @ rows.T) * scale2 - total[b, s][:, None]))
         ds = mistake("ds", scale * p * (g[b, s].float() @ rows.T - delta[b, s][:, None]))
         p, ds = p.to(half).float(), ds.to(half).float()
         grad_q[b, s] = (ds @ rows).to(half)
-        sums[b].index_add_(0, of, ds.T @ q[b, s].float() + p.T @ g[b, s].float())
+        terms = ds.T @ q[b, s].float() + p.T @ g[b, s].float()
+        sums[b].index_add_(0, of, terms if fixed is None else (terms * unit[b, of]).nan_to_num(0.0).round().long())
     grad_sinks = torch.where(total == INF, 0.0, torch.exp2(sink2 - total) * delta)
+    if fixed is not None:
+        sums = sums / unit
     return grad_q, sums.to(kv.dtype), -grad_sinks.sum((0, 1)).to(sinks.dtype)

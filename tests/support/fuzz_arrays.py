@@ -10,6 +10,7 @@ import contextlib
 import functools
 import math
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,14 +82,36 @@ def _drawn(seed: int, name: str, shape: tuple[int, ...], dtype: torch.dtype, low
     """integers() or normal() on the GPU in one launch instead of two dozen."""
     x = torch.empty(shape, dtype=dtype, device="cuda")
     numbers = np.uint64(first(seed, name)), np.int64(x.numel()), np.int64(low), np.int64(range_), np.float64(UNIT)
-    _raw_kernel(DRAW, "draw_numbers")((min(-(-x.numel() // 256), 4096),), (256,), (*numbers, np.uintp(x.data_ptr())))
+    with on_torchs_stream():
+        _raw_kernel(DRAW, "draw_numbers")(
+            (min(-(-x.numel() // 256), 4096),), (256,), (*numbers, np.uintp(x.data_ptr()))
+        )
     return x
 
 
-@functools.lru_cache(maxsize=256)
+@contextlib.contextmanager
+def on_torchs_stream() -> Iterator[None]:
+    """CuPy launches on torch's current stream, which orders the memory of torch's tensors."""
+    import cupy
+
+    stream = torch.cuda.current_stream().cuda_stream
+    if stream == cupy.cuda.get_current_stream().ptr:
+        yield
+        return
+    with cupy.cuda.ExternalStream(stream) if stream else cupy.cuda.Stream.null:
+        yield
+
+
+@functools.cache
 def constants(values: tuple, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """A tensor of these numbers, on a GPU copied there once: a copy waits for all that was queued."""
-    return torch.tensor(values, dtype=dtype, device=device)
+    """A tensor of these numbers, on a GPU copied there once: a copy waits for all that was queued.
+
+    It is there for every stream when this returns, and is kept for good: its memory is of the first caller's stream.
+    """
+    x = torch.tensor(values, dtype=dtype, device=device)
+    if x.is_cuda:
+        torch.cuda.current_stream(x.device).synchronize()
+    return x
 
 
 VALUES = ("normal", "integers", "small", "large", "equal", "denormal", "zeros")
@@ -324,16 +347,33 @@ class Canaries:
             return torch.tensor(found)
         bad = torch.zeros((), dtype=torch.int32, device="cuda")
         kernel = _raw_kernel(CHECK, "check_margins")
-        for pointer, size, _ in self.blocks:
-            arguments = (
-                np.uintp(pointer),
-                np.int64(size),
-                np.int32(MARGIN),
-                np.int32(self.fill),
-                np.uintp(bad.data_ptr()),
-            )
-            kernel((1,), (128,), arguments)
+        with self._after_the_call():
+            for pointer, size, _ in self.blocks:
+                arguments = (
+                    np.uintp(pointer),
+                    np.int64(size),
+                    np.int32(MARGIN),
+                    np.int32(self.fill),
+                    np.uintp(bad.data_ptr()),
+                )
+                kernel((1,), (128,), arguments)
         return bad > 0
+
+    @contextlib.contextmanager
+    def _after_the_call(self) -> Iterator[None]:
+        """Launches go to torch's current stream, where `bad` is, behind what the way's library has queued, and before
+        what takes the blocks' memory next."""
+        import cupy
+
+        mine, theirs = torch.cuda.current_stream(), cupy.cuda.get_current_stream().ptr
+        apart = self.way.library == "cupy" and theirs != mine.cuda_stream
+        other = torch.cuda.ExternalStream(theirs) if apart else mine
+        if apart:
+            mine.wait_stream(other)
+        with on_torchs_stream():
+            yield
+        if apart:
+            other.wait_stream(mine)
 
 
 def _like(x: torch.Tensor, given: dict[str, Any]) -> dict[str, Any]:

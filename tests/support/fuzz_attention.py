@@ -222,7 +222,13 @@ class AttentionGradOp(AttentionOp):
             (out, _), (lse, _) = oracle.forward()
         else:
             out, lse = value(held["out"]), value(held["lse"])
-        want = oracle.backward(g, out, lse, own=way.library == "torch" and not way.reference)
+        fixed = case["impl"] == "deterministic" and not way.reference and way.backend != "cudnn"
+        want = oracle.backward(g, out, lse, own=way.library == "torch" and not way.reference, fixed=fixed)
+        if way.backend == "cudnn":
+            # "Sink -inf: the gradient of the sink is 0" for NaN too: this package sets what cuDNN's kernels make of it.
+            # Everyone else multiplies the sink's share, 0, by NaN, as cuDNN does where a finite sink's share is 0.
+            none = value(held["sinks"]) == -INF
+            want = (*want[:2], tuple(torch.where(none, 0.0, x) for x in want[2]))
         for label, x, pair, like in zip(
             ("grad_q", "grad_kv", "grad_sinks"), got, want, ("q", "kv", "sinks"), strict=False
         ):

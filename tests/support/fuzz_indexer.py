@@ -233,6 +233,8 @@ class ScoresOp(Op):
         else:
             total = [x.sum(1) for x in (parts, bounds, noises)]
         ek = total[1] + oracle64.SIGMAS * total[2].sqrt()
+        if self._by_integers(way, case):
+            ek = ek + self._of_integers(g, q, w, self._scale(case), at)
         dtypes = [held[n].view.dtype for n in ("q", "k", "w")]
         pairs = ((gq, eq), (total[0], ek.nan_to_num(0.0)), (gw, ew))
         for n, (label, pair, dtype) in enumerate(zip(("grad_q", "grad_k", "grad_w"), pairs, dtypes, strict=True)):
@@ -241,6 +243,20 @@ class ScoresOp(Op):
                 v.equal(f"{label}, least workspace", got[3 + n], got[n])
             elif len(got) > 3:
                 v.close(f"{label}, least workspace", got[3 + n], rounded(*pair, dtype), dtype)
+
+    def _by_integers(self, way: Way, case: dict) -> bool:
+        """grad_k is a sum of scaled integers: kernels, asked for a fixed order."""
+        by_kernels = way.backend == "tilelang" if way.library == "torch" else not way.reference
+        return self.slots and case["impl"] == "deterministic" and by_kernels
+
+    @staticmethod
+    def _of_integers(g: torch.Tensor, q: torch.Tensor, w: torch.Tensor, scale: float, at: Attention) -> torch.Tensor:
+        """What they lose, [B, P, 1]: half a quantum a slot. Bounds are those of indexer_grad_finish.cu; the quantum is
+        for all slots of the batch row, whichever entry they name."""
+        bound = 2 * abs(scale) * g.abs() * (w.abs() * q.abs().amax(3)).sum(2, keepdim=True)
+        slots = torch.full((), max(1, at.valid.shape[1] * at.valid.shape[2]), device=g.device)
+        count = at._scattered(at.valid[..., None].double())
+        return 0.5 * count * oracle64.fixed_quantum(at._largest(bound), slots)
 
 
 class ScoresGradOp(ScoresOp):

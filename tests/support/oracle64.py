@@ -11,6 +11,7 @@ need no table:
 - `acc` (ACC): arithmetic of the compute dtype: sums in any order, exponentials, the hardware's shorter mantissas. It
   multiplies the sum of magnitudes.
 - `least` (LEAST): what a dtype cannot tell from 0 (float16 operands below its normal numbers; flushed float32 numbers).
+- `fixed_quantum`: what sums of scaled integers, whose order is free, are multiples of; half of it for each term.
 """
 
 from __future__ import annotations
@@ -54,6 +55,26 @@ def operand_error(size: torch.Tensor, kind: str | None) -> torch.Tensor:
     if kind is None or UNIT[kind] == 0.0:
         return torch.zeros_like(size)
     return torch.maximum(UNIT[kind] * size, size.clamp(max=STEP[kind]))
+
+
+NEAR = 1 + 2.0**-12  # bounds of float32 beside those of float64: a power of two may lie between
+
+
+def fixed_quantum(bound: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """What a sum of `count` integer terms, each of at most `bound`, is a multiple of: 2^-e, where count times bound,
+    both rounded up to powers of two, times 2^e is 2^62, and e at most 126. 0 where the bound is no ordinary number."""
+    fine = bound < 2.0**120
+    power = torch.frexp(torch.where(fine, bound * NEAR, 1.0).clamp(min=2.0**-127)).exponent
+    power = power + torch.frexp((count - 1).clamp(min=0).double()).exponent
+    quantum = torch.ldexp(torch.ones_like(bound), (power - 62).clamp(min=-126))
+    return torch.where(fine, quantum, 0.0)
+
+
+def safe_norm(x: torch.Tensor) -> torch.Tensor:
+    """The bound of |x| that goes into such a bound: float32 where squares fit it, else by the largest column."""
+    squares = x.square().sum(-1)
+    usable = (squares > 1e-24) & (squares < 1e38)
+    return torch.where(usable, squares.sqrt(), x.abs().amax(-1) * x.shape[-1] ** 0.5)
 
 
 # --- Sparse attention ----------------------------------------------------------------------------------------
@@ -119,10 +140,11 @@ class Attention:
     def _lse_error(self, lse: torch.Tensor) -> torch.Tensor:
         return (2 * self.off + self.acc * (lse.abs() + 1)).nan_to_num(0.0, 0.0, 0.0)
 
-    def backward(self, grad_out, out, lse, own: bool = False) -> tuple[Pair, Pair, Pair]:
+    def backward(self, grad_out, out, lse, own: bool = False, fixed: bool = False) -> tuple[Pair, Pair, Pair]:
         """(value, bound) of grad_q, grad_kv, grad_sinks from a saved out and lse.
 
         own: the implementation saved those of its own forward pass, out rounded to the dtype; the ones given are right.
+        fixed: grad_kv is a sum of scaled integers (kernels_cu/fixed_sum.cuh).
         """
         g, out, lse = grad_out.double(), out.double(), lse.double()[..., None]
         empty, endless = lse == -INF, self.sinks == INF
@@ -165,6 +187,8 @@ class Attention:
         bounds = (off_ds.mT + self.acc_rows * scale * down.abs()) @ self.q.abs()
         bounds = bounds + (off_p.mT + self.acc_rows * p_down) @ g.abs()
         grad_kv, error_kv = self._scattered(parts), self._scattered(bounds)
+        if fixed:
+            error_kv = error_kv + self._of_integers(g, delta.abs() + off_delta)
         p_sink = torch.where(empty | endless, 0.0, torch.exp(sinks0 - whole))
         grad_sinks = -(p_sink * torch.where(empty, 0.0, delta)).sum((0, 1, 3))
         # The sink's weight, delta, and the sum over queries.
@@ -176,6 +200,26 @@ class Attention:
             rounded(grad_kv, error_kv.nan_to_num(0.0), self.kv_dtype),
             rounded(grad_sinks, error_s.nan_to_num(0.0), self.sinks_dtype),
         )
+
+    def _of_integers(self, g: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        """What sums of integers lose, [B, K, 1]: half a quantum a term, and a slot adds one term for 128 heads. The
+        bound of a term is that of sparse_attention_bwd_prep.cu, where p may be 2: |k| key_part + rest, twice."""
+        scale, largest_q = abs(self.scale), self.q.abs().amax(3)  # [B, S, H]
+        key_part = (scale * safe_norm(g) * largest_q).sum(2, keepdim=True).expand(self.valid.shape)
+        rest = (scale * delta[..., 0] * largest_q + g.abs().amax(3)).sum(2, keepdim=True).expand(self.valid.shape)
+        norm = safe_norm(self.rows)  # [B, S, T]: the same for all slots that name a key
+        count = self._scattered(self.valid[..., None].double())
+        key_part, rest, norm = (self._largest(x) for x in (key_part, rest, norm))
+        terms = -(-self.q.shape[2] // 128)
+        return 0.5 * terms * count * fixed_quantum(2 * (key_part * norm + rest), count)
+
+    def _largest(self, parts: torch.Tensor) -> torch.Tensor:
+        """The largest of parts [B, S, T] >= 0 of the slots that name a key: [B, K, 1]."""
+        first = torch.arange(self.batch, device=parts.device)[:, None, None] * self.keys
+        at = torch.where(self.valid, self.ids + first, self.batch * self.keys)
+        most = parts.new_zeros(self.batch * self.keys + 1)
+        most.scatter_reduce_(0, at.flatten(), parts.nan_to_num(INF, INF).flatten(), "amax")
+        return most[:-1].reshape(self.batch, self.keys, 1)
 
     def _scattered(self, parts: torch.Tensor) -> torch.Tensor:
         """parts [B, S, T, D] added to the rows their slots name: [B, K, D]. A slot without a key adds nothing."""
