@@ -147,9 +147,10 @@ def dsv4_sparse_attention_grad(
         to q's dtype as operands of products, sums everything in float32 (or finer) and rounds once.
 
     A query without a valid slot contributes nothing, whatever grad_out holds there. Sink +inf: every
-    gradient of that head is 0; sink -inf: the gradient of the sink is 0. A key row that nobody selects has
-    gradient exactly 0; a NaN reaches only the rows that the query holding it selected. Under "deterministic" a query
-    that holds or selects a NaN or an infinity makes the rows that it selected NaN throughout.
+    gradient of that head is 0; sink -inf: the gradient of the sink is 0, or NaN where a query with keys holds a NaN
+    ("cudnn": 0). A key row that nobody selects has gradient exactly 0; a NaN reaches only the rows that the query
+    holding it selected. Under "deterministic" a query that holds or selects a NaN or an infinity makes the rows that
+    it selected NaN throughout.
 
     Raises:
         TypeError, ValueError, RuntimeError: as the forward call. ValueError also for an unknown
