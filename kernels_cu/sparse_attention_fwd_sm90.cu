@@ -97,7 +97,7 @@
 // 20, issue slots 36; T160 0.248 ms: 39, 53, 59 (6.4 TB/s), DRAM 62, 35; S2048 H128 T1152 (380 valid) 0.442 ms: 52, 55, 35, 25,
 // 36. No unit is full: warps wait for each other's barriers, the score warpgroup's chain above. T160 also nears what DRAM gives
 // (Q, out).
-#include "common_hopper.cuh"
+#include "sparse_attention_gather.cuh"
 
 #ifndef ELEMENT
 #define ELEMENT BFloat16
@@ -126,25 +126,6 @@ static const int BAR_ID_FREE = BAR_ID_FULL + ID_STAGES, BARS = BAR_ID_FREE + ID_
 static const u32 SHARED = AT_BARS + BARS * 8;
 static_assert(SHARED == SHARED_BYTES, "what cuda_sm90.py asks for");
 static_assert(Q_HELD * Q_CHUNK == KV_BYTES, "a block of Q fills the place of a block of keys");
-
-static const u32 LAST = 0x10000;  // flag beside a block's slot count
-static const float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
-static const float RESCALE_ABOVE = 8.0f;  // a maximum may lag by 2^8: p stays far inside float16
-#define INFINITE __int_as_float(0x7f800000)
-
-DEVICE u32 load_u32(u32 from) {
-    u32 v;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
-    return v;
-}
-DEVICE void store_u32(u32 to, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory"); }
-DEVICE float load_float(u32 from) { return __uint_as_float(load_u32(from)); }
-DEVICE void store_float(u32 to, float v) { store_u32(to, __float_as_uint(v)); }
-DEVICE float exp2_fast(float x) {
-    float y;
-    asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 
 // d[64 x 128] += A[64 x 16] B[16 x 128]: both from shared memory, A K-major, B N-major (transposed).
 DEVICE void wgmma_m64n128k16_ss_t(float (&d)[64], u64 a, u64 b, int accumulate) {
@@ -455,39 +436,6 @@ DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars, int thread) {
 
 // ---- Value warpgroups ----------------------------------------------------------------------------------
 
-// 128 columns of O * share. The lanes of a quad trade 2-column pieces, so that each stores 16 bytes; everything is packed
-// first, so that no store waits for registers that another is still reading.
-DEVICE void store_columns(const float (&o)[64], float share0, float share1, element* out, int row, int heads, int lane) {
-    u32 v[2][4][4];
-    const bool odd = lane & 1, high = lane & 2;
-#pragma unroll
-    for (int i = 0; i < 16; i++) {
-        v[0][i >> 2][i & 3] = Element::pack2(o[i * 4] * share0, o[i * 4 + 1] * share0);
-        v[1][i >> 2][i & 3] = Element::pack2(o[i * 4 + 2] * share1, o[i * 4 + 3] * share1);
-    }
-#pragma unroll
-    for (int g = 0; g < 8; g++) {
-        u32(&q)[4] = v[g & 1][g >> 1];
-        const u32 t0 = __shfl_xor_sync(FULL_WARP, odd ? q[0] : q[1], 1), t1 = __shfl_xor_sync(FULL_WARP, odd ? q[2] : q[3], 1);
-        q[0] = odd ? t0 : q[0], q[1] = odd ? q[1] : t0, q[2] = odd ? t1 : q[2], q[3] = odd ? q[3] : t1;
-    }
-#pragma unroll
-    for (int g = 0; g < 8; g++) {
-        u32(&q)[4] = v[g & 1][g >> 1];
-        const u32 t0 = __shfl_xor_sync(FULL_WARP, high ? q[0] : q[2], 2), t1 = __shfl_xor_sync(FULL_WARP, high ? q[1] : q[3], 2);
-        q[0] = high ? t0 : q[0], q[2] = high ? q[2] : t0, q[1] = high ? t1 : q[1], q[3] = high ? q[3] : t1;
-    }
-#pragma unroll
-    for (int g = 0; g < 8; g++) {
-        const u32(&q)[4] = v[g & 1][g >> 1];
-        const int r = row + (g & 1) * 8;
-        if (r < heads)
-            asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(out + (i64)r * HEAD_DIM + (g >> 1) * 32), "r"(q[0]), "r"(q[1]),
-                         "r"(q[2]), "r"(q[3])
-                         : "memory");
-    }
-}
-
 DEVICE void value_warpgroup(const Call& p, u32 shared, u32 bars, int half) {
     const int lane = thread_now() & 31;
     const u32 alpha_at = shared + AT_ALPHA + ((thread_now() >> 5 & 3) * 16 + (lane >> 2)) * 4;
@@ -536,8 +484,8 @@ DEVICE void value_warpgroup(const Call& p, u32 shared, u32 bars, int half) {
         const float share0 = load_float(shared + AT_FINAL + (((n - 1) % SCORE_STAGES) * HEADS + row) * 4);
         const float share1 = load_float(shared + AT_FINAL + (((n - 1) % SCORE_STAGES) * HEADS + row + 8) * 4);
         element* out = p.out + ((i64)query * p.heads + h0) * HEAD_DIM + half * 256 + (lane & 3) * 8;
-        store_columns(o0, share0, share1, out, row, p.heads - h0, lane);
-        store_columns(o1, share0, share1, out + 128, row, p.heads - h0, lane);
+        store_columns<Element, HEAD_DIM>(o0, share0, share1, out, row, p.heads - h0, lane);
+        store_columns<Element, HEAD_DIM>(o1, share0, share1, out + 128, row, p.heads - h0, lane);
     }
 }
 

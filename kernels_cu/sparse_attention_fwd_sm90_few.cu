@@ -162,37 +162,6 @@ DEVICE void gather_warp(const Call& p, u32 shared, u32 bars, int warp) {
 
 // ---- Consumers: two groups of four warps, each with a query of its own ---------------------------------------
 
-DEVICE void store_columns(const float (&o)[64], float share0, float share1, element* out, int row, int heads, int lane) {
-    u32 v[2][4][4];
-    const bool odd = lane & 1, high = lane & 2;
-#pragma unroll
-    for (int i = 0; i < 16; i++) {
-        v[0][i >> 2][i & 3] = Element::pack2(o[i * 4] * share0, o[i * 4 + 1] * share0);
-        v[1][i >> 2][i & 3] = Element::pack2(o[i * 4 + 2] * share1, o[i * 4 + 3] * share1);
-    }
-#pragma unroll
-    for (int g = 0; g < 8; g++) {
-        u32(&q)[4] = v[g & 1][g >> 1];
-        const u32 t0 = __shfl_xor_sync(FULL_WARP, odd ? q[0] : q[1], 1), t1 = __shfl_xor_sync(FULL_WARP, odd ? q[2] : q[3], 1);
-        q[0] = odd ? t0 : q[0], q[1] = odd ? q[1] : t0, q[2] = odd ? t1 : q[2], q[3] = odd ? q[3] : t1;
-    }
-#pragma unroll
-    for (int g = 0; g < 8; g++) {
-        u32(&q)[4] = v[g & 1][g >> 1];
-        const u32 t0 = __shfl_xor_sync(FULL_WARP, high ? q[0] : q[2], 2), t1 = __shfl_xor_sync(FULL_WARP, high ? q[1] : q[3], 2);
-        q[0] = high ? t0 : q[0], q[2] = high ? q[2] : t0, q[1] = high ? t1 : q[1], q[3] = high ? q[3] : t1;
-    }
-#pragma unroll
-    for (int g = 0; g < 8; g++) {
-        const u32(&q)[4] = v[g & 1][g >> 1];
-        const int r = row + (g & 1) * 8;
-        if (r < heads)
-            asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(out + (i64)r * HEAD_DIM + (g >> 1) * 32), "r"(q[0]), "r"(q[1]),
-                         "r"(q[2]), "r"(q[3])
-                         : "memory");
-    }
-}
-
 // s = Q K^T of 16 heads by the warp's 8 keys. Two sums, so that each product waits for half as many.
 DEVICE void score_product(float (&s)[4], const u32 (&q)[32][4], u32 k_at) {
     float part[2][4] = {};
@@ -332,7 +301,7 @@ DEVICE void consumer(const Call& p, u32 shared, int group, int warp) {
                 p.lse[(i64)query * p.heads + h] = l == 0.f ? -INFINITE : m * LN2 + logf(l);
         }
         element* out = p.out + ((i64)query * p.heads + h0) * HEAD_DIM + warp * 128 + (lane & 3) * 8;
-        store_columns(o, share[0], share[1], out, lane >> 2, p.heads - h0, lane);
+        store_columns<Element, HEAD_DIM>(o, share[0], share[1], out, lane >> 2, p.heads - h0, lane);
     }
 }
 

@@ -1,4 +1,5 @@
-// Shared by Hopper's sparse attention kernels: small instructions, and how a warp finds the rows that it gathers.
+// Shared by Hopper's sparse attention forward kernels: small instructions, how a warp finds the rows that it gathers, how
+// columns of the output are stored.
 #pragma once
 #include "common_hopper.cuh"
 
@@ -78,4 +79,38 @@ DEVICE void load_ids(int (&id)[8], u32 from) {
                      : "=r"(id[k]), "=r"(id[k + 1]), "=r"(id[k + 2]), "=r"(id[k + 3])
                      : "r"(from + k * 4)
                      : "memory");
+}
+
+// 128 columns of O * share. The lanes of a quad trade 2-column pieces, so that each stores 16 bytes; everything is packed
+// first, so that no store waits for registers that another is still reading.
+template <typename Element, int HEAD_DIM>
+DEVICE void store_columns(const float (&o)[64], float share0, float share1, typename Element::storage* out, int row, int heads, int lane) {
+    u32 v[2][4][4];
+    const bool odd = lane & 1, high = lane & 2;
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        v[0][i >> 2][i & 3] = Element::pack2(o[i * 4] * share0, o[i * 4 + 1] * share0);
+        v[1][i >> 2][i & 3] = Element::pack2(o[i * 4 + 2] * share1, o[i * 4 + 3] * share1);
+    }
+#pragma unroll
+    for (int g = 0; g < 8; g++) {
+        u32(&q)[4] = v[g & 1][g >> 1];
+        const u32 t0 = __shfl_xor_sync(FULL_WARP, odd ? q[0] : q[1], 1), t1 = __shfl_xor_sync(FULL_WARP, odd ? q[2] : q[3], 1);
+        q[0] = odd ? t0 : q[0], q[1] = odd ? q[1] : t0, q[2] = odd ? t1 : q[2], q[3] = odd ? q[3] : t1;
+    }
+#pragma unroll
+    for (int g = 0; g < 8; g++) {
+        u32(&q)[4] = v[g & 1][g >> 1];
+        const u32 t0 = __shfl_xor_sync(FULL_WARP, high ? q[0] : q[2], 2), t1 = __shfl_xor_sync(FULL_WARP, high ? q[1] : q[3], 2);
+        q[0] = high ? t0 : q[0], q[2] = high ? q[2] : t0, q[1] = high ? t1 : q[1], q[3] = high ? q[3] : t1;
+    }
+#pragma unroll
+    for (int g = 0; g < 8; g++) {
+        const u32(&q)[4] = v[g & 1][g >> 1];
+        const int r = row + (g & 1) * 8;
+        if (r < heads)
+            asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(out + (i64)r * HEAD_DIM + (g >> 1) * 32), "r"(q[0]), "r"(q[1]),
+                         "r"(q[2]), "r"(q[3])
+                         : "memory");
+    }
 }
