@@ -16,12 +16,13 @@ DATA_TYPES = {"float16": 6, "bfloat16": 9}
 SWIZZLE_128B, L2_PROMOTION_128B = 3, 2
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=512)
 def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], dtype: str) -> Any:
     """The map of a 2-byte array for copies of `box` elements that arrive 128-byte swizzled; axes fastest first.
 
     strides: in elements, of all axes but the first, whose stride is 1. Elements outside of `sizes` arrive as zeros.
-    A NumPy structured scalar of 128 opaque bytes, or None where the driver refuses.
+    A NumPy structured scalar of 128 opaque bytes, or None where the driver refuses. Kept: a call asks for the same maps
+    more than once, and training steps get the same memory again.
     """
     rank = len(sizes)
     # An axis of one element may carry any stride; the driver wants one that it could use.

@@ -125,13 +125,7 @@ def launch(
 
 def _map(address: int, strides: tuple[int, ...], spec: Spec, dtype: str) -> Any:
     """The tensor map of q, grad_out or out, None where the driver refuses."""
-    return _encoded(address, (spec.heads, spec.queries, spec.batch), tuple(strides[2::-1]), dtype)
-
-
-@functools.lru_cache(maxsize=256)
-def _encoded(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Any:
-    """Kept, since a call asks for the same maps more than once, and training steps get the same memory again."""
-    return tensor_map(address, sizes, strides, dtype, BOX_HEADS)
+    return tensor_map(address, (spec.heads, spec.queries, spec.batch), tuple(strides[2::-1]), dtype, BOX_HEADS)
 
 
 @functools.cache

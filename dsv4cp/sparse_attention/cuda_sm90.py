@@ -4,13 +4,12 @@ at a time, and kernels_cu/sparse_attention_fwd_sm90_few.cu, 16 at a time.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from typing import Any
 
 import numpy as np
 
-from .. import _kernels
+from .. import _kernels, _tensor_maps
 from .contract import Spec
 
 FILE, FUNCTION = "sparse_attention_fwd_sm90.cu", "sparse_attention_fwd_sm90"
@@ -30,10 +29,6 @@ VARIANTS = {
     file: [{"ELEMENT": element, "SHARED_BYTES": shared} for element in ELEMENTS.values()]
     for file, shared in ((FILE, SHARED_BYTES), (FEW_FILE, FEW_SHARED_BYTES))
 }
-
-# cuda.h: CU_TENSOR_MAP_DATA_TYPE_FLOAT16 and _BFLOAT16, _SWIZZLE_128B, _L2_PROMOTION_L2_128B
-DATA_TYPES = {"float16": 6, "bfloat16": 9}
-SWIZZLE_128B, L2_PROMOTION_128B = 3, 2
 
 
 def takes(spec: Spec, reference_rounding: bool, device: int) -> bool:
@@ -84,34 +79,12 @@ def _launch_few(arguments: dict[str, Any], spec: Spec, dtype: str, device: int, 
     )
 
 
-@functools.lru_cache(maxsize=256)
 def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], dtype: str, heads: int = HEADS) -> Any:
-    """What the tensor copy engine needs to know of q: rows of 512 columns along `sizes` axes, strides in elements.
+    """The map of rows of 512 columns along `sizes` axes, strides in elements; boxes of `heads` rows, 64 columns wide.
 
-    `heads`: of a box, which is 64 columns wide. A NumPy structured scalar of 128 opaque bytes, or None where the driver
-    refuses.
+    None where the driver refuses.
     """
-    rank = 1 + len(sizes)
-    # An axis of one element may carry any stride; the driver wants one that it could use.
-    steps = [2 * (stride if size > 1 else DIM) for size, stride in zip(sizes, strides, strict=True)]
-    buffer = (ctypes.c_uint64 * 24)()  # the map is 16 words, aligned to 8 of them
-    at = (ctypes.addressof(buffer) + 63) // 64 * 64
-    status = _encoder()(
-        ctypes.c_void_p(at), DATA_TYPES[dtype], rank, ctypes.c_void_p(address),
-        (ctypes.c_uint64 * rank)(DIM, *sizes), (ctypes.c_uint64 * (rank - 1))(*steps),
-        (ctypes.c_uint32 * rank)(64, heads, *[1] * (rank - 2)), (ctypes.c_uint32 * rank)(*[1] * rank),
-        0, SWIZZLE_128B, L2_PROMOTION_128B, 0,
-    )  # fmt: skip
-    if status != 0:
-        return None
-    words = np.frombuffer(ctypes.string_at(at, 128), np.uint64)
-    return np.array((words,), dtype=[("words", np.uint64, (16,))])[()]
-
-
-@functools.cache
-def _encoder() -> Any:
-    """cuTensorMapEncodeTiled of the CUDA driver, which CuPy does not wrap."""
-    return ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    return _tensor_maps.tensor_map(address, (DIM, *sizes), strides, (64, heads, *[1] * (len(sizes) - 1)), dtype)
 
 
 @functools.cache
