@@ -112,6 +112,12 @@ DEVICE float larger(float a, float b) {
 
 // ---- Lists of valid slots ------------------------------------------------------------------------------
 
+// A barrier of all WARPS warps. __syncthreads() must be the same one for all threads, and warps of different tasks meet here.
+template <int WARPS>
+DEVICE void block_barrier() {
+    asm volatile("bar.sync 2, %0;" ::"n"(WARPS * 32) : "memory");
+}
+
 // Writes ids and incoming gradients of valid slots to shared memory at_id and at_g, in slot order: warp w holds slots of
 // ranks w EACH 32 on, as load_slots left them. Returns how many; `largest` becomes the largest |g| of them and of itself.
 // All WARPS warps; at_part: 2 WARPS words. The caller's barrier before: nobody reads the lists any more.
@@ -130,7 +136,7 @@ DEVICE int build_list(const int (&id)[EACH], const float (&g)[EACH], u32 at_id, 
         store_u32(at_part + warp * 4, (u32)count);
         store_float(at_part + (WARPS + warp) * 4, top);
     }
-    __syncthreads();  // counts and maxima of all warps are there
+    block_barrier<WARPS>();  // counts and maxima of all warps are there
     int at = 0, total = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
@@ -149,7 +155,7 @@ DEVICE int build_list(const int (&id)[EACH], const float (&g)[EACH], u32 at_id, 
         }
         at += __popc(valid);
     }
-    __syncthreads();  // the list is complete
+    block_barrier<WARPS>();  // the list is complete
     return total;
 }
 

@@ -210,12 +210,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) indexer_grad_entry_sm90
         const u32 from = shared + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
 #pragma unroll
         for (int i = 0; i < 8; ++i) load_matrices(a[i], (from ^ ((i & 3) << 5)) + (i >> 2) * TILE);
-        __syncthreads();  // the stages may be filled
+        block_barrier<THREADS / 32>();  // the stages may be filled
         float* out = sums + (((i64)blockIdx.y * gridDim.z + blockIdx.z) * entries + first_entry) * DIM;
         products(shared, a, out, entries - first_entry, items, scale, warp, lane);
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(HELPER_REGISTERS));
-        __syncthreads();  // the stages may be filled
+        block_barrier<THREADS / 32>();  // the stages may be filled
         if (warp < 6) copy_q(p, shared, (int)first, items, warp - 4, lane);
         else if (warp == 6) read_w(p, shared, (int)first, items, lane);
         else read_g(p, shared, (int)first, items, lane);

@@ -371,7 +371,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) indexer_grad_query_sm90
                     store_float(shared + AT_W + (32 + lane) * 4, w1 * w_power.down);
                 }
             }
-            __syncthreads();  // the previous list, and rows to add, are done with
+            block_barrier<WARPS>();  // the previous list, and rows to add, are done with
             const int count = build_list<WARPS>(id, g, shared + AT_ID, shared + AT_VALUE, shared + AT_PART, g_top, warp, lane);
             const Power power = power_of(g_top);
             if (acc.any && power.up != g_power.up) {  // exact: a ratio of powers of two
@@ -385,7 +385,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) indexer_grad_query_sm90
             product_barrier();  // q and w are there for all
             products(acc, shared, bounds + (first_row - key_first), count, g_power, scale * w_power.up, terms, step, row_step, warp, lane);
         }
-        __syncthreads();  // rows to add are done with, w is there
+        block_barrier<WARPS>();  // rows to add are done with, w is there
         if (WANT_Q) store_totals(acc, shared, grad_q, grad_w, query, heads, w_kind, g_power.up, scale * w_power.up, scale, warp, lane);
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(HELPER_REGISTERS));
@@ -404,12 +404,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) indexer_grad_query_sm90
             float g[LIST / THREADS];
             asm volatile("" : "+r"(again));  // addresses are found anew for each list: they must not live in registers meanwhile
             load_slots(slots_of(again), first + warp * (LIST / WARPS) + lane, id, g);
-            __syncthreads();  // the previous list, and rows to add, are done with
+            block_barrier<WARPS>();  // the previous list, and rows to add, are done with
             const int count = build_list<WARPS>(id, g, shared + AT_ID, shared + AT_VALUE, shared + AT_PART, g_top, warp, lane);
             if (warp < 4 + HELPERS) gather(k + b * k_stride_b, k_stride_p, shared, count, step, warp - 4, lane);
             else if (WANT_K) add_rows((Sum*)sums + first_row * DIM, key_first, shared, count, step, warp - 4 - HELPERS, lane);
         }
-        __syncthreads();  // rows to add are done with
+        block_barrier<WARPS>();  // rows to add are done with
     }
     copies_wait<0>();
 }

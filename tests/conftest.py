@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
 import pytest
+
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # before NumPy and torch start as many threads as there are cores, each
+    _threads = max((os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]), 1)
+    for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(_name, str(_threads))
 
 
 def pytest_addoption(parser):

@@ -358,9 +358,11 @@ def spread(options: argparse.Namespace) -> list[dict]:
     if options.device == "cuda":  # or each process would compile every kernel that it meets first
         subprocess.run([sys.executable, str(Path(__file__).parent / "gpu" / "warm.py")], check=False)
     running = []
+    threads = str(max((os.cpu_count() or 1) // options.jobs, 1))  # of a process: together they fill the machine once
+    environment = {**{n: threads for n in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}, **os.environ}
     for n in range(options.jobs):
         arguments = [*base, "--seed", str(options.seed * 100 + n)]
-        running.append(subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True))
+        running.append(subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment))
     summaries = []
     for process in running:
         text, _ = process.communicate()

@@ -80,6 +80,16 @@ def test_margins_are_checked_after_the_call_and_before_their_memory_is_taken(str
     assert streams.queued == want and streams.cupy == of_cupy
 
 
+@pytest.mark.parametrize("harm", [None, 0, -1])
+def test_margins_on_the_host_are_never_given_to_a_kernel(streams, harm):
+    """torch makes tensors on the host in a call on a GPU too: a kernel that read those lost the context."""
+    with Canaries(Way("torch", "cuda", "tilelang"), 0xFF) as canaries:
+        x = torch.empty(3, dtype=torch.float32)
+    if harm is not None:
+        torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())[harm] = 0
+    assert bool(canaries.broken()) == (harm is not None) and streams.queued == []
+
+
 def test_constants_are_there_for_every_stream(streams, monkeypatch):
     streams.torch = 7
     made = SimpleNamespace(is_cuda=True, device="cuda")

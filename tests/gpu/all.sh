@@ -23,11 +23,11 @@ step() { # NAME COMMAND...: runs it into NAME.log
 
 cudnn=tests/test_sparse_attention_cudnn_gpu.py
 step warm "$python" tests/gpu/warm.py
-# Without what has steps of its own below.
+# Without what has steps of its own below. With "=", or pytest takes the file's folder for the tests'.
 step suite "$python" -m pytest -q -m gpu --require-gpu -n "$processes" --dist worksteal --tb=short --durations=15 \
-    --failures "$folder/failures.log" --deselect $cudnn -k "not find_nothing"
+    --failures="$folder/failures.log" --deselect $cudnn -k "not find_nothing"
 step fuzz "$python" tests/fuzz.py --device cuda --jobs 8 --cases 10400 --seconds 150 --seed 1
-step cudnn "$python" -m pytest -q --require-gpu -n 8 --dist load --tb=short --failures "$folder/failures_cudnn.log" $cudnn
+step cudnn "$python" -m pytest -q --require-gpu -n 8 --dist load --tb=short --failures="$folder/failures_cudnn.log" $cudnn
 step sanitize bash tests/gpu/sanitize.sh 240
 step long "$python" tests/gpu/check_long.py
 step attention "$python" tests/gpu/check_attention_fwd.py # S65536 beside S4096, per query

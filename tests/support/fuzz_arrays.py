@@ -338,17 +338,20 @@ class Canaries:
 
     def broken(self) -> torch.Tensor:
         """A 0-d bool tensor: some margin was written. Without synchronisation on a GPU."""
+        found, rest = False, []
+        for pointer, size, memory in self.blocks:
+            # On the host there are blocks of calls on a GPU too; a kernel must not read those.
+            if isinstance(memory, torch.Tensor) and not memory.is_cuda:
+                ends = torch.cat([memory[:MARGIN], memory[MARGIN + size :]])
+                found |= bool((ends != self.fill).any())
+            else:
+                rest.append((pointer, size))
         if self.way.device == "cpu":
-            found = False
-            for _, size, memory in self.blocks:
-                if isinstance(memory, torch.Tensor):
-                    ends = torch.cat([memory[:MARGIN], memory[MARGIN + size :]])
-                    found |= bool((ends != self.fill).any())
             return torch.tensor(found)
         bad = torch.zeros((), dtype=torch.int32, device="cuda")
         kernel = _raw_kernel(CHECK, "check_margins")
         with self._after_the_call():
-            for pointer, size, _ in self.blocks:
+            for pointer, size in rest:
                 arguments = (
                     np.uintp(pointer),
                     np.int64(size),
@@ -357,7 +360,7 @@ class Canaries:
                     np.uintp(bad.data_ptr()),
                 )
                 kernel((1,), (128,), arguments)
-        return bad > 0
+        return (bad > 0) | found
 
     @contextlib.contextmanager
     def _after_the_call(self) -> Iterator[None]:
