@@ -25,6 +25,17 @@ DEVICE void bar_arrive_after_copies(u32 bar) {
 DEVICE void bar_arrive_expecting(u32 bar, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
+// Whether this lane arrives for its warp, after a __syncwarp() that orders what the other lanes did before it. racecheck does
+// not see that order and reports every such hand-over: compiled for it, each lane arrives for itself.
+#ifndef EVERY_LANE_ARRIVES
+#define EVERY_LANE_ARRIVES 0
+#endif
+DEVICE constexpr int of_warps(int warps) { return EVERY_LANE_ARRIVES ? warps * 32 : warps; }  // how many arrivals that makes
+DEVICE bool arrives(int lane) { return EVERY_LANE_ARRIVES || lane == 0; }
+DEVICE void bar_arrive_twice(u32 bar, int lane) {  // two arrivals of the warp
+    if (EVERY_LANE_ARRIVES || lane < 2) bar_arrive(bar);
+    if (EVERY_LANE_ARRIVES) bar_arrive(bar);
+}
 DEVICE void bar_wait(u32 bar, u32 parity) {
     asm volatile(
         "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"

@@ -112,10 +112,11 @@ DEVICE float larger(float a, float b) {
 
 // ---- Lists of valid slots ------------------------------------------------------------------------------
 
-// A barrier of all WARPS warps. __syncthreads() must be the same one for all threads, and warps of different tasks meet here.
+// A barrier of all WARPS warps, which may meet here from different places of the program: __syncthreads() may not, and
+// synccheck takes "bar.sync" of all threads for one.
 template <int WARPS>
 DEVICE void block_barrier() {
-    asm volatile("bar.sync 2, %0;" ::"n"(WARPS * 32) : "memory");
+    asm volatile("barrier.sync 2, %0;" ::"n"(WARPS * 32) : "memory");
 }
 
 // Writes ids and incoming gradients of valid slots to shared memory at_id and at_g, in slot order: warp w holds slots of

@@ -75,7 +75,7 @@ DEVICE void read_w(const Call& p, u32 shared, int first, int items, int lane) {
         store_float(shared + AT_W + (stage * 64 + 32 + lane) * 4, w1 * power.down);
         if (lane == 0) store_float(shared + AT_META + stage * 8, power.up);
         __syncwarp();  // all lanes have stored
-        if (lane == 0) bar_arrive(shared + AT_BARS + stage * 8);
+        if (arrives(lane)) bar_arrive(shared + AT_BARS + stage * 8);
     }
 }
 
@@ -103,7 +103,7 @@ DEVICE void read_g(const Call& p, u32 shared, int first, int items, int lane) {
         store_float(shared + AT_G + (stage * 64 + 32 + lane) * 4, g1);
         if (lane == 0) store_u32(shared + AT_META + stage * 8 + 4, (u32)seen);
         __syncwarp();  // all lanes have stored
-        if (lane == 0) bar_arrive(shared + AT_BARS + stage * 8);
+        if (arrives(lane)) bar_arrive(shared + AT_BARS + stage * 8);
     }
 }
 
@@ -159,7 +159,7 @@ DEVICE void products(u32 shared, const u32 (&a)[8][4], float* out, int rows, int
         add(left, c, f0, f1, row < seen, row + 8 < seen);
         wgmma_wait();
         __syncwarp();  // the warp has read all of the stage
-        if (lane == 0) bar_arrive(shared + AT_BARS + (STAGES + stage) * 8);
+        if (arrives(lane)) bar_arrive(shared + AT_BARS + (STAGES + stage) * 8);
         add(right, d, f0, f1, row < seen, row + 8 < seen);
     }
     out += (i64)row * DIM + (lane & 3) * 2;
@@ -189,8 +189,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) indexer_grad_entry_sm90
     const i64 last = min(begin + segment, (i64)queries), first = max(begin, reach);
     const int items = first < last ? (int)(last - first) * p.blocks : 0;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) bar_init(bars + i * 8, 64 + 2);
-        for (int i = 0; i < STAGES; ++i) bar_init(bars + (STAGES + i) * 8, 4);
+        for (int i = 0; i < STAGES; ++i) bar_init(bars + i * 8, 64 + of_warps(2));
+        for (int i = 0; i < STAGES; ++i) bar_init(bars + (STAGES + i) * 8, of_warps(4));
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     // Key rows: through shared memory into A operands.

@@ -117,7 +117,7 @@ DEVICE void add_rows(Sum* sums, int key_first, u32 shared, int count, int& step,
             }
             asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
             __syncwarp();  // all lanes' rows have been read
-            if (lane == 0) bar_arrive(free);
+            if (arrives(lane)) bar_arrive(free);
         }
     }
 }
@@ -260,7 +260,7 @@ DEVICE void products(Totals& acc, u32 shared, const u32* bounds, int count, Powe
         wgmma_end();
         fence_async();
         __syncwarp();  // the warp's rows are complete
-        if (lane == 0) bar_arrive(full);
+        if (arrives(lane)) bar_arrive(full);
         ++row_step;
         bar_wait(free, row_step & 1 ^ 1);
         wgmma_wait();
@@ -273,12 +273,12 @@ DEVICE void products(Totals& acc, u32 shared, const u32* bounds, int count, Powe
 #endif
         fence_async();
         __syncwarp();  // the warp's rows are complete
-        if (lane == 0) bar_arrive(full);
+        if (arrives(lane)) bar_arrive(full);
         ++row_step;
 #endif
         wgmma_wait();
         __syncwarp();  // the warp has read the key rows
-        if (lane == 0) bar_arrive(bars + (BAR_KEY_FREE + stage) * 8);
+        if (arrives(lane)) bar_arrive(bars + (BAR_KEY_FREE + stage) * 8);
         acc.any = 1;
     }
 }
@@ -339,9 +339,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) indexer_grad_query_sm90
     int again = s;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) bar_init(bars + (BAR_KEY_FULL + i) * 8, HELPERS * 32);
-        for (int i = 0; i < STAGES; ++i) bar_init(bars + (BAR_KEY_FREE + i) * 8, 4);
-        for (int i = 0; i < HELPERS; ++i) bar_init(bars + (BAR_ROWS_FULL + i) * 8, 4 / HELPERS);
-        for (int i = 0; i < HELPERS; ++i) bar_init(bars + (BAR_ROWS_FREE + i) * 8, 1);
+        for (int i = 0; i < STAGES; ++i) bar_init(bars + (BAR_KEY_FREE + i) * 8, of_warps(4));
+        for (int i = 0; i < HELPERS; ++i) bar_init(bars + (BAR_ROWS_FULL + i) * 8, of_warps(4 / HELPERS));
+        for (int i = 0; i < HELPERS; ++i) bar_init(bars + (BAR_ROWS_FREE + i) * 8, of_warps(1));
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     float g_top = 0.f;

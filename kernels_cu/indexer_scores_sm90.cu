@@ -238,7 +238,7 @@ DEVICE void weight_warp(const Call& p, u32 shared, u32 bars, int lane) {
             if (lane < QUERIES)  // -1: there is no such query
                 store_u32(shared + AT_LIMIT + ((ring >> 1) * QUERIES + lane) * 4, i0 + lane < end ? limit_of(p, i0 + lane) : -1);
             __syncwarp();
-            if (lane == 0) bar_arrive(bars + (BAR_FULL + (ring >> 1)) * 8);
+            if (arrives(lane)) bar_arrive(bars + (BAR_FULL + (ring >> 1)) * 8);
             ring += 2;
             if (ring >= 2 * STAGES) ring = (ring & 1) ^ 1;
         }
@@ -350,7 +350,7 @@ DEVICE void score_group(const Call& p, u32 shared, u32 bars, int group, int thre
                              : "memory");
             }
         __syncwarp();
-        if (lane == 0) bar_arrive(bars + BAR_K_FREE * 8);
+        if (arrives(lane)) bar_arrive(bars + BAR_K_FREE * 8);
         // What this lane writes: an entry of one of its tiles, see below.
         const u32 first = row0 + group * 64, entry = first + (lane >> 1 & 1) * GROUPS * 64 + warp * 16 + (lane & 1) * 8 + (lane >> 2);
         float* to = p.out + ((i64)b * p.queries + q0) * p.entries + entry;
@@ -397,7 +397,7 @@ DEVICE void score_group(const Call& p, u32 shared, u32 bars, int group, int thre
                 }
             }
             __syncwarp();
-            if (lane == 0) bar_arrive(bars + (BAR_FREE + stage) * 8);
+            if (arrives(lane)) bar_arrive(bars + (BAR_FREE + stage) * 8);
             ring += 4;
             if (ring >= STAGES * 4) ring ^= STAGES * 4 + 1;
         }
@@ -420,9 +420,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) indexer_scores_sm90(
                     batch, queries, heads, entries, block_queries, weight_type, fill, scale};
     if (threadIdx.x == 0) {
         bar_init(bars + BAR_K_FULL * 8, 1);
-        bar_init(bars + BAR_K_FREE * 8, GROUPS * 4);
-        for (int i = 0; i < STAGES; i++) bar_init(bars + (BAR_FULL + i) * 8, 2);
-        for (int i = 0; i < STAGES; i++) bar_init(bars + (BAR_FREE + i) * 8, GROUPS * 4);
+        bar_init(bars + BAR_K_FREE * 8, of_warps(GROUPS * 4));
+        for (int i = 0; i < STAGES; i++) bar_init(bars + (BAR_FULL + i) * 8, 1 + of_warps(1));
+        for (int i = 0; i < STAGES; i++) bar_init(bars + (BAR_FREE + i) * 8, of_warps(GROUPS * 4));
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();  // barriers are initialised before anyone uses them

@@ -130,7 +130,7 @@ DEVICE void find_delta(u32 out, u32 x0, u32 x1, u32 shared, u32 there, u32 item_
     }
     __syncwarp();
     if (thread == 0) bar_arrive_expecting(shared + AT_BARS + BAR_PARTS_FULL * 8, OWN_HEADS * 4);
-    if (thread == 32) bar_arrive(shared + AT_BARS + BAR_PARTS_FULL * 8);
+    else if (warp < 2 && arrives(lane)) bar_arrive(shared + AT_BARS + BAR_PARTS_FULL * 8);
 }
 #endif
 
@@ -196,7 +196,7 @@ DEVICE void finish_scores(const Call& p, float (&s)[32], float (&total)[8], floa
         s[i * 4] += a, s[i * 4 + 1] += b, s[i * 4 + 2] += c, s[i * 4 + 3] += d;
     }
     __syncwarp();
-    if (lane == 0) bar_arrive_remote(there + AT_BARS + BAR_SENT_FREE * 8);
+    if (arrives(lane)) bar_arrive_remote(there + AT_BARS + BAR_SENT_FREE * 8);
     more1();
     // The additions to global memory fill the way that loads from shared memory take, too: fewer of those a block. The
     // deterministic kernel lacks the registers, and its additions take longest anyway.
@@ -224,7 +224,7 @@ DEVICE void finish_scores(const Call& p, float (&s)[32], float (&total)[8], floa
     }
     __syncwarp();
     if (thread == 0) bar_arrive_expecting(shared + p_full, P_TILE);
-    else if (lane == 0) bar_arrive(shared + p_full);
+    else if (arrives(lane)) bar_arrive(shared + p_full);
     clock.read(11);
 }
 
@@ -287,7 +287,7 @@ DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars) {
         wait(bars + BAR_OUT_FULL * 8, items & 1);
         clock.read(17);
         find_delta(shared + units.out() * UNIT, shared + units.x0() * UNIT, shared + units.x1() * UNIT, shared, there, items & 1, thread);
-        if ((thread & 31) < 2) bar_arrive(bars + (BAR_UNIT_FREE + units.out()) * 8);  // 8 arrivals, as for all units
+        bar_arrive_twice(bars + (BAR_UNIT_FREE + units.out()) * 8, thread & 31);  // as many arrivals as for all units
         __syncwarp();
         clock.read(18);
         load_found_values(p, shared, item, items, total, delta, thread);
@@ -366,7 +366,7 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns) 
             const int count = meta & 0xffff;
             const u32 ids = shared + AT_IDS + id_stage * SLOTS * 4;
             wgmma_wait();
-            if (lane == 0) bar_arrive(bars + (BAR_UNIT_FREE + unit) * 8);
+            if (arrives(lane)) bar_arrive(bars + (BAR_UNIT_FREE + unit) * 8);
             clock.read(c0 + 1);
             asm volatile("bar.sync %0, 256;" ::"r"(1 + columns) : "memory");
             wgmma_begin();
@@ -374,7 +374,7 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns) 
             wgmma_end();
             asm volatile("bar.arrive %0, 256;" ::"r"(2 - columns) : "memory");
             wgmma_wait();
-            if (lane == 0) {
+            if (arrives(lane)) {
                 bar_arrive(bars + (BAR_P_FREE + p_stage) * 8);
                 bar_arrive_remote(p_free_there + p_stage * 8);
                 if (meta & LAST) bar_arrive(bars + (BAR_UNIT_FREE + units.x0()) * 8), bar_arrive(bars + (BAR_UNIT_FREE + units.x1()) * 8);
@@ -388,7 +388,7 @@ DEVICE void product_warpgroup(const Call& p, u32 shared, u32 bars, int columns) 
             if (whole && first_slot + 16 <= count) scatter<false>(p, dkv, batch, ids, count, column);
             else if (first_slot < count && p.key_first < p.key_last) scatter<true>(p, dkv, batch, ids, count, column);
             __syncwarp();  // every lane has read its ids
-            if (lane == 0) bar_arrive(bars + (BAR_ID_FREE + id_stage) * 8);
+            if (arrives(lane)) bar_arrive(bars + (BAR_ID_FREE + id_stage) * 8);
             clock.read(c0 + 3);
             accumulate = 1;
             turn ^= 1;
@@ -423,17 +423,17 @@ extern "C" __global__ void __cluster_dims__(2 * HEAD_BLOCKS, 1, 1) __launch_boun
     if (threadIdx.x == 0) {
         for (int i = 0; i < ITEM_STAGES; i++) bar_init(bars + (BAR_X_FULL + i) * 8, 1);
         for (int i = 0; i < KEY_STAGES; i++) bar_init(bars + (BAR_KEY_FULL + i) * 8, GATHER_WARPS * 32 + 1);
-        for (int i = 0; i < UNITS; i++) bar_init(bars + (BAR_UNIT_FREE + i) * 8, 8);
+        for (int i = 0; i < UNITS; i++) bar_init(bars + (BAR_UNIT_FREE + i) * 8, of_warps(8));
         for (int i = 0; i < ID_STAGES; i++) {
-            bar_init(bars + (BAR_ID_FULL + i) * 8, 1);
-            bar_init(bars + (BAR_ID_FREE + i) * 8, GATHER_WARPS + 8);
+            bar_init(bars + (BAR_ID_FULL + i) * 8, of_warps(1));
+            bar_init(bars + (BAR_ID_FREE + i) * 8, of_warps(GATHER_WARPS + 8));
         }
         bar_init(bars + BAR_SENT_FULL * 8, 1);
-        bar_init(bars + BAR_SENT_FREE * 8, 4);
-        for (int i = 0; i < P_STAGES; i++) bar_init(bars + (BAR_P_FULL + i) * 8, 4), bar_init(bars + (BAR_P_FREE + i) * 8, 16);
+        bar_init(bars + BAR_SENT_FREE * 8, of_warps(4));
+        for (int i = 0; i < P_STAGES; i++) bar_init(bars + (BAR_P_FULL + i) * 8, of_warps(4)), bar_init(bars + (BAR_P_FREE + i) * 8, of_warps(16));
         for (int i = 0; i < 2 * (HEAD_BLOCKS - 1); i++)
-            bar_init(bars + (BAR_TRADE_FULL + i) * 8, 1), bar_init(bars + (BAR_TRADE_FREE + i) * 8, 4);
-        if (DELTA) bar_init(bars + BAR_OUT_FULL * 8, 1), bar_init(bars + BAR_PARTS_FULL * 8, 2);
+            bar_init(bars + (BAR_TRADE_FULL + i) * 8, 1), bar_init(bars + (BAR_TRADE_FREE + i) * 8, of_warps(4));
+        if (DELTA) bar_init(bars + BAR_OUT_FULL * 8, 1), bar_init(bars + BAR_PARTS_FULL * 8, of_warps(2));
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
 #ifdef CLOCKS

@@ -48,7 +48,7 @@ DEVICE void index_warp(const Call& p, u32 shared, u32 bars) {
                 if (have > SLOTS) {  // more than a block: hand it out, begin the next with what is over
                     if (lane == 0) store_u32(shared + AT_ID_META + stage * 4, SLOTS);
                     __syncwarp();
-                    if (lane == 0) bar_arrive(bars + (BAR_ID_FULL + stage) * 8);
+                    if (arrives(lane)) bar_arrive(bars + (BAR_ID_FULL + stage) * 8);
                     if (++stage == ID_STAGES) stage = 0, parity ^= 1;
                     wait(bars + (BAR_ID_FREE + stage) * 8, parity);
 #if DETERMINISTIC
@@ -61,7 +61,7 @@ DEVICE void index_warp(const Call& p, u32 shared, u32 bars) {
         }
         if (lane == 0) store_u32(shared + AT_ID_META + stage * 4, have | LAST);
         __syncwarp();
-        if (lane == 0) bar_arrive(bars + (BAR_ID_FULL + stage) * 8);
+        if (arrives(lane)) bar_arrive(bars + (BAR_ID_FULL + stage) * 8);
         if (++stage == ID_STAGES) stage = 0, parity ^= 1;
     }
 }
@@ -170,7 +170,7 @@ DEVICE void gather_warp(const Call& p, u32 shared, u32 bars, int warp) {
                 bar_arrive(bars + (BAR_KEY_FULL + stage) * 8);
             }
             __syncwarp();  // every lane has read its ids
-            if (lane == 0) bar_arrive(bars + (BAR_ID_FREE + id_stage) * 8);
+            if (arrives(lane)) bar_arrive(bars + (BAR_ID_FREE + id_stage) * 8);
             if (DELTA && first) {
                 // The other warps do not wait: the unit may be given back before they come here. What they wait for next
                 // comes after what this waits for.

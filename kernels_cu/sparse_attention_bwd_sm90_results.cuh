@@ -158,6 +158,6 @@ DEVICE void trade(const Call& p, float (&dkv)[64], u32 shared, u32 bars, int col
         dkv[i * 4] += a, dkv[i * 4 + 1] += b, dkv[i * 4 + 2] += c, dkv[i * 4 + 3] += d;
     }
     __syncwarp();
-    if ((thread & 31) == 0) bar_arrive_remote(there + AT_BARS + free);
+    if (arrives(thread & 31)) bar_arrive_remote(there + AT_BARS + free);
 }
 #endif

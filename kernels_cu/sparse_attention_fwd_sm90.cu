@@ -216,7 +216,7 @@ DEVICE void index_warp(const Call& p, u32 shared, u32 bars, int lane) {
                 if (have > SLOTS) {  // more than a block: hand it out, begin the next with what is over
                     if (lane == 0) store_u32(shared + AT_ID_META + stage * 4, SLOTS);
                     __syncwarp();
-                    if (lane == 0) bar_arrive(bars + (BAR_ID_FULL + stage) * 8);
+                    if (arrives(lane)) bar_arrive(bars + (BAR_ID_FULL + stage) * 8);
                     if (++stage == ID_STAGES) stage = 0, parity ^= 1;
                     bar_wait(bars + (BAR_ID_FREE + stage) * 8, parity);
                     if (valid && at >= SLOTS) store_u32(shared + AT_IDS + (stage * SLOTS + at - SLOTS) * 4, id[u]);
@@ -226,7 +226,7 @@ DEVICE void index_warp(const Call& p, u32 shared, u32 bars, int lane) {
         }
         if (lane == 0) store_u32(shared + AT_ID_META + stage * 4, have | LAST);
         __syncwarp();
-        if (lane == 0) bar_arrive(bars + (BAR_ID_FULL + stage) * 8);
+        if (arrives(lane)) bar_arrive(bars + (BAR_ID_FULL + stage) * 8);
         if (++stage == ID_STAGES) stage = 0, parity ^= 1;
     }
 }
@@ -281,7 +281,7 @@ DEVICE void gather_warp(const Call& p, u32 shared, u32 bars, int warp, int lane)
                 bar_arrive(bars + (BAR_KEY_FULL + stage) * 8);
             }
             __syncwarp();  // every lane has read its ids
-            if (lane == 0) bar_arrive(bars + (BAR_ID_FREE + id_stage) * 8);
+            if (arrives(lane)) bar_arrive(bars + (BAR_ID_FREE + id_stage) * 8);
             more = !(meta & LAST);
             if (++stage == STAGES) stage = 0, parity ^= 1;
             if (++id_stage == ID_STAGES) id_stage = 0, id_parity ^= 1;
@@ -374,7 +374,7 @@ DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars, int thread) {
                          : "memory");
         }
         __syncwarp();
-        if (lane < 2) bar_arrive(bars + (BAR_KEY_FREE + stage) * 8);  // for both value warpgroups
+        bar_arrive_twice(bars + (BAR_KEY_FREE + stage) * 8, lane);  // for both value warpgroups
         if (++stage == STAGES) stage = 0, parity ^= 1;
         bar_wait(bars + BAR_Q_FULL * 8, q_parity);
         q_parity ^= 1;
@@ -428,7 +428,7 @@ DEVICE void score_warpgroup(const Call& p, u32 shared, u32 bars, int thread) {
             }
             if (thread == 0) store_u32(shared + AT_P_META + p_stage * 4, meta & LAST);
             __syncwarp();
-            if (lane == 0) bar_arrive(bars + (BAR_P_FULL + p_stage) * 8);
+            if (arrives(lane)) bar_arrive(bars + (BAR_P_FULL + p_stage) * 8);
             if (++p_stage == P_STAGES) p_stage = 0, p_parity ^= 1;
         } while (!(meta & LAST));
     }
@@ -472,7 +472,8 @@ DEVICE void value_warpgroup(const Call& p, u32 shared, u32 bars, int half) {
             }
             wgmma_end();
             wgmma_wait();
-            if (lane == 0) {
+            __syncwarp();  // every lane has read what scales its sums
+            if (arrives(lane)) {
                 bar_arrive(bars + (BAR_KEY_FREE + stage) * 8);
                 bar_arrive(bars + (BAR_P_FREE + ((n - 1) & 1)) * 8);
             }
@@ -507,11 +508,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_attention_fwd_sm
         bar_init(bars + BAR_Q_FULL * 8, 1);
         for (int i = 0; i < SCORE_STAGES; i++) bar_init(bars + (BAR_SCORED + i) * 8, 4);
         for (int i = 0; i < STAGES; i++) bar_init(bars + (BAR_KEY_FULL + i) * 8, GATHER_WARPS * 32 + 1);
-        for (int i = 0; i < STAGES; i++) bar_init(bars + (BAR_KEY_FREE + i) * 8, 8);
-        for (int i = 0; i < P_STAGES; i++) bar_init(bars + (BAR_P_FULL + i) * 8, 4);
-        for (int i = 0; i < P_STAGES; i++) bar_init(bars + (BAR_P_FREE + i) * 8, 8);
-        for (int i = 0; i < ID_STAGES; i++) bar_init(bars + (BAR_ID_FULL + i) * 8, 1);
-        for (int i = 0; i < ID_STAGES; i++) bar_init(bars + (BAR_ID_FREE + i) * 8, GATHER_WARPS);
+        for (int i = 0; i < STAGES; i++) bar_init(bars + (BAR_KEY_FREE + i) * 8, of_warps(8));
+        for (int i = 0; i < P_STAGES; i++) bar_init(bars + (BAR_P_FULL + i) * 8, of_warps(4));
+        for (int i = 0; i < P_STAGES; i++) bar_init(bars + (BAR_P_FREE + i) * 8, of_warps(8));
+        for (int i = 0; i < ID_STAGES; i++) bar_init(bars + (BAR_ID_FULL + i) * 8, of_warps(1));
+        for (int i = 0; i < ID_STAGES; i++) bar_init(bars + (BAR_ID_FREE + i) * 8, of_warps(GATHER_WARPS));
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();  // barriers are initialised before anyone uses them

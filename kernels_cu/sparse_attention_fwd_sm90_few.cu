@@ -219,7 +219,7 @@ DEVICE void consumer(const Call& p, u32 shared, int group, int warp) {
 #pragma unroll
         for (int d = 0; d < 32; d++) load_matrices(q[d], (q_at ^ ((d & 3) << 5)) + (d >> 2) * 128);
         __syncwarp();
-        if (lane_of_32() == 0) bar_arrive(bars + (BAR_FREE + stage) * 8);
+        if (arrives(lane_of_32())) bar_arrive(bars + (BAR_FREE + stage) * 8);
         if (++stage == (group + 1) * STAGES) stage -= STAGES, parity ^= 1;
 
         float o[64], m0 = -INFINITE, m1 = -INFINITE, l0 = 0.f, l1 = 0.f;
@@ -271,7 +271,7 @@ DEVICE void consumer(const Call& p, u32 shared, int group, int warp) {
             l0 += p00 + p01, l1 += p10 + p11;
             value_product(o, p_at + row_place(P_ROW_BYTES), shared + stage * STAGE_BYTES + value_place(warp));
             __syncwarp();
-            if (lane_of_32() == 0) bar_arrive(bars + (BAR_FREE + stage) * 8);
+            if (arrives(lane_of_32())) bar_arrive(bars + (BAR_FREE + stage) * 8);
             if (++stage == (group + 1) * STAGES) stage -= STAGES, parity ^= 1;
             buffer ^= 1;
         } while (!(meta & LAST));
@@ -315,7 +315,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_attention_fwd_sm
                     queries, heads, keys, slots, head_blocks, batch * queries * head_blocks, scale};
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2 * STAGES; i++) bar_init(bars + (BAR_FULL + i) * 8, 65);
-        for (int i = 0; i < 2 * STAGES; i++) bar_init(bars + (BAR_FREE + i) * 8, 4);
+        for (int i = 0; i < 2 * STAGES; i++) bar_init(bars + (BAR_FREE + i) * 8, of_warps(4));
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("cupy")
 
-from tests.gpu import small_run
+from tests.gpu import small_run, warm
 from tests.support.fuzz_ops import OPS, Verdict
 
 
@@ -40,6 +40,28 @@ def test_paths_are_set_in_modules_whatever_else_sys_modules_holds(monkeypatch):
 def test_kernels_are_read_off_the_sources():
     names = small_run.expected()
     assert {"sinkhorn4_forward", "sparse_attention_fwd", "sparse_attention_fwd_sm90"} <= names
+
+
+def test_hoppers_kernels_compile_as_racecheck_wants_them(monkeypatch):
+    """Each lane arrives for itself: as many arrivals in the text as the barriers are told to wait for."""
+    from dsv4cp import _kernel_text, _kernels
+
+    first = {}
+    for file, defines in warm.variants():
+        if "EVERY_LANE_ARRIVES" in _kernel_text.expand(file):
+            first.setdefault(file, defines)
+    assert len(first) == 6
+    for file, defines in first.items():
+        plain, every = (
+            _kernels.compile_cubin(file, arch="90a", defines={**defines, "EVERY_LANE_ARRIVES": on}) for on in (0, 1)
+        )
+        assert plain.cubin != every.cubin, file
+
+    monkeypatch.setattr(_kernels, "kernel", _kernels.kernel)  # what for_racecheck() sets, this test gives back
+    small_run.for_racecheck()
+    on = [_kernels.kernel("sinkhorn.cu", "sinkhorn4_forward", defines={"ELEMENT": "Float16"}, arch=a).defines
+          for a in (None, "sm_90a")]  # fmt: skip
+    assert on == [(("ELEMENT", "Float16"),), (("ELEMENT", "Float16"), ("EVERY_LANE_ARRIVES", "1"))]
 
 
 def test_every_op_names_its_slice():

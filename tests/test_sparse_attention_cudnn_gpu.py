@@ -20,7 +20,7 @@ pytest.importorskip("ml_dtypes")
 import dsv4cp  # noqa: E402
 from dsv4cp import _bridge, torch_ops  # noqa: E402
 from dsv4cp.sparse_attention import contract, torch_bridge_cudnn  # noqa: E402
-from tests.support import naive  # noqa: E402
+from tests.support import gate, naive  # noqa: E402
 from tests.support.attention_gpu import DTYPES, layer_inputs, oracle, oracle_grad, random_inputs  # noqa: E402
 from tests.support.compare import check_close, check_equal, check_frobenius, check_like, to_numpy  # noqa: E402
 
@@ -402,9 +402,6 @@ def pack(ids, keys, width):
 
 # --- Streams, graphs, torch ----------------------------------------------------------------------------
 
-SPIN = 'extern "C" __global__ void spin(long long n) { long long t = clock64(); while (clock64() - t < n) { } }'
-
-
 @pytest.mark.parametrize("planned", [False, True])
 def test_calls_follow_the_current_stream_and_never_wait(planned):
     q, kv, sinks, ids = random_inputs(b=1, s=64, h=8, d=D, k=300, t=100, unseen=1)
@@ -413,20 +410,16 @@ def test_calls_follow_the_current_stream_and_never_wait(planned):
     grad = gradient_like(q)
     way = Way("cupy", False)
     held = [cupy.zeros_like(x) for x in (grad, *inputs)]
-    spin = cupy.RawKernel(SPIN, "spin")
     stream = cupy.cuda.Stream(non_blocking=True)
     options = {"plan": way.plan(ids, 300, all_rows_nonempty=True)} if planned else {"all_rows_nonempty": True}
     want = way(grad, *inputs, 0.05, **options)  # a plan sorts the ids: without one sums have another order
     with stream:
         way(*held, 0.05, **options)  # compiles, fills the pools of this stream
     cupy.cuda.Device().synchronize()
-    with stream:
-        spin((1,), (1,), (np.int64(400_000_000),))
+    with stream, gate.held(stream):
         for to, new in zip(held, (grad, *inputs), strict=True):
-            to[...] = new  # only after the spin, and only for this stream's work
+            to[...] = new  # only once the gate is open, and only for this stream's work
         got = way(*held, 0.05, **options)
-        assert not stream.done, "the call waited for the device"
-    stream.synchronize()
     check_equal(to_numpy(got[2][0]), to_numpy(want[2][0]))
     check_gradients(got[2], grad, inputs, 0.05)
 

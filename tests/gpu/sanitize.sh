@@ -20,6 +20,7 @@ slices="sinkhorn sparse_indices sparse_attention indexer"
 declare -A process
 
 "$python" tests/gpu/warm.py
+"$python" tests/gpu/warm.py --racecheck
 for slice in $slices; do
   timeout "$limit" "$python" tests/gpu/small_run.py --slice $slice --list >"$folder/plain.$slice" 2>&1 &
   process[$slice]=$!
@@ -37,8 +38,9 @@ for slice in sparse_attention indexer sparse_indices sinkhorn; do
     options=(--tool "$tool" --error-exitcode 9 --print-limit 5)
     # Numba asks the driver for functions that it may lack, which is no error; the package raises at every other.
     [ $tool = memcheck ] && options+=(--report-api-errors no)
-    timeout "$limit" "$sanitizer" "${options[@]}" \
-      "$python" tests/gpu/small_run.py --slice $slice >"$folder/$tool.$slice" 2>&1 &
+    run=("$python" tests/gpu/small_run.py --slice $slice)
+    [ $tool = racecheck ] && run+=(--racecheck)
+    timeout "$limit" "$sanitizer" "${options[@]}" "${run[@]}" >"$folder/$tool.$slice" 2>&1 &
     process[$tool.$slice]=$!
   done
 done

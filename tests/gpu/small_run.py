@@ -1,11 +1,12 @@
 """Every kernel of this package on tiny arrays: what tests/gpu/sanitize.sh runs under compute-sanitizer.
 
-    python tests/gpu/small_run.py [--slice sinkhorn|sparse_indices|sparse_attention|indexer] [--list]
+    python tests/gpu/small_run.py [--slice sinkhorn|sparse_indices|sparse_attention|indexer] [--list] [--racecheck]
 
 Inputs are made on the CPU and uploaded, results are judged there by the fuzzer's oracle, and CuPy allocates without its
 pool, so that nearly nothing but this package's kernels runs on the GPU and each array is an allocation of its own.
---slice: the ops of one folder alone, for runs side by side. Exit status 1: a wrong result, or a kernel of kernels_cu/
-or of a numba_cuda file that never ran.
+--slice: the ops of one folder alone, for runs side by side. --racecheck: kernels as that tool can follow them, in which
+each lane of a warp arrives at an mbarrier for itself (common_hopper.cuh says why). Exit status 1: a wrong result, or a
+kernel of kernels_cu/ or of a numba_cuda file that never ran.
 """
 
 from __future__ import annotations
@@ -141,6 +142,17 @@ def record() -> None:
         _numba.launch = noted
 
 
+def for_racecheck() -> None:
+    """Hopper's kernels with EVERY_LANE_ARRIVES."""
+    real = _kernels.kernel
+
+    def kernel(file, function, *, defines=None, arch=None):
+        more = {"EVERY_LANE_ARRIVES": 1} if arch else {}
+        return real(file, function, defines={**(defines or {}), **more}, arch=arch)
+
+    _kernels.kernel = kernel
+
+
 def packed_ids() -> list[str]:
     """What packs ids for cuDNN, without cuDNN, where this version has it; what is wrong."""
     if importlib.util.find_spec("dsv4cp.sparse_attention.cuda_pack") is None:
@@ -164,10 +176,13 @@ def packed_ids() -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--slice", default="", choices=sorted({slice_of(op) for op in OPS.values()}))
+    parser.add_argument("--racecheck", action="store_true", help="each lane arrives at mbarriers for itself")
     parser.add_argument("--list", action="store_true", help="how often each kernel ran")
     options = parser.parse_args()
     start = time.perf_counter()
     cupy.cuda.set_allocator(None)
+    if options.racecheck:
+        for_racecheck()
     record()
     wrong: list[str] = packed_ids() if options.slice in ("", "sparse_attention") else []
     refused: Counter[str] = Counter()

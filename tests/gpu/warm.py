@@ -1,9 +1,9 @@
 """Compiles every specialisation of every kernel for this machine's GPU into CuPy's disk cache, in many processes.
 
-    python tests/gpu/warm.py [--jobs N]
+    python tests/gpu/warm.py [--jobs N] [--racecheck]
 
-Processes that come after it load kernels in milliseconds: what test processes side by side want. Prints what did
-not compile; exit status 1 then.
+Processes that come after it load kernels in milliseconds: what test processes side by side want. --racecheck: only
+Hopper's, as tests/gpu/small_run.py --racecheck wants them. Prints what did not compile; exit status 1 then.
 """
 
 from __future__ import annotations
@@ -66,14 +66,19 @@ def load(file: str, defines: dict[str, Any]) -> str | None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1))
+    parser.add_argument("--racecheck", action="store_true")
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     start, all_variants = time.perf_counter(), variants()
+    if options.racecheck:
+        mode = "EVERY_LANE_ARRIVES"
+        mine = [v for v in all_variants if mode in _kernel_text.expand(v[0])]
+        all_variants = [(file, {**defines, mode: 1}) for file, defines in mine]
     if options.part is not None:
         wrong = [text for text in (load(*v) for v in all_variants[options.part :: options.jobs]) if text]
         print("\n".join(wrong), end="\n" if wrong else "")
         return 1 if wrong else 0
-    command = [sys.executable, __file__, "--jobs", str(options.jobs), "--part"]
+    command = [sys.executable, __file__, "--jobs", str(options.jobs), *["--racecheck"] * options.racecheck, "--part"]
     running = [subprocess.Popen([*command, str(n)]) for n in range(options.jobs)]
     status = max(process.wait() for process in running)
     print(f"{len(all_variants)} specialisations, {time.perf_counter() - start:.0f} s", flush=True)
