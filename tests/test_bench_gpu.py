@@ -8,7 +8,7 @@ import pytest
 
 from dsv4cp.__main__ import main
 from dsv4cp.commands import bench, bench_gpu, bench_gpu_cases, bench_peers, machine
-from dsv4cp.commands.bench_gpu import Case, Ceilings
+from dsv4cp.commands.bench_gpu import Case, Ceilings, Entry
 
 CEILINGS = Ceilings(flops=8e11, bytes=4e9, scatter=3e9)  # per ms
 ROW_KEYS = {"case", "size", "implementation", "ms", "tflops", "gbs", "floor_ms", "share", "ratio", "peer", "failed"}
@@ -40,40 +40,108 @@ def test_the_floor_is_the_larger_term():
     assert case(bytes=4e9, launch_bound=True).floor(CEILINGS) is None
 
 
+class Taken:
+    """Stands for Timing: a turn calls everything, and the first result is the time."""
+
+    def __init__(self, calls, repeats):
+        self.calls, self.found = calls, []
+
+    def take(self):
+        self.found += [call() for call in self.calls]
+
+    def median(self):
+        return self.found[0]
+
+
+def entry(function, sets=({"x": 1}, {"x": 2}), name="dsv4cp"):
+    return Entry(name, function, list(sets))
+
+
 def test_a_row_has_time_rate_and_share(monkeypatch):
-    calls = []
-    monkeypatch.setattr(bench_gpu, "timed", lambda functions, repeats: [f() for f in functions] and 2.0)
-    made = bench_gpu.row(case(bytes=4e9), "dsv4cp", lambda x: calls.append(x), CEILINGS, 3)
-    assert calls == [1, 2]  # every input set has its turn
+    monkeypatch.setattr(bench_gpu, "prepared", Taken)
+    [made] = bench_gpu.measured(case(bytes=4e9), [entry(lambda x: 2.0)], CEILINGS, 3)
     assert made == {
         "case": "op", "size": "S8", "implementation": "dsv4cp", "ms": 2.0, "gbs": 2000.0, "floor_ms": 1.0, "share": 0.5,
     }  # fmt: skip
-    made = bench_gpu.row(case(flops=8e11), "dsv4cp", lambda x: None, CEILINGS, 3)
+    [made] = bench_gpu.measured(case(flops=8e11), [entry(lambda x: 2.0)], CEILINGS, 3)
     assert made["tflops"] == 400.0 and made["share"] == 0.5
-    assert "floor_ms" not in bench_gpu.row(case(bytes=1, launch_bound=True), "dsv4cp", lambda x: None, CEILINGS, 3)
+    [made] = bench_gpu.measured(case(bytes=1, launch_bound=True), [entry(lambda x: 2.0)], CEILINGS, 3)
+    assert made["ms"] == 2.0 and "floor_ms" not in made
+
+
+def test_implementations_take_turns_with_all_their_sets(monkeypatch):
+    monkeypatch.setattr(bench_gpu, "prepared", Taken)
+    calls = []
+    entries = [
+        entry(lambda x, name=name: calls.append((name, x)) or 1.0, [{"x": 1}, {"x": 2}][:sets], name)
+        for name, sets in (("us", 2), ("peer", 1))
+    ]
+    bench_gpu.measured(case(bytes=1), entries, CEILINGS, 3)
+    assert calls == [("us", 1), ("us", 2), ("peer", 1)] * bench_gpu.ROUNDS
 
 
 def test_a_failure_is_a_row_and_an_exit_status(monkeypatch, capsys):
-    def fail(functions, repeats):
+    def fail(x):
         raise RuntimeError("out of order")
 
-    monkeypatch.setattr(bench_gpu, "timed", fail)
-    made = bench_gpu.row(case(bytes=1), "dsv4cp, CuPy", lambda x: x, CEILINGS, 3)
-    assert made["failed"] == "RuntimeError: out of order" and "ms" not in made
+    monkeypatch.setattr(bench_gpu, "prepared", Taken)
+    made = bench_gpu.measured(case(bytes=1), [entry(fail), entry(lambda x: 1.0)], CEILINGS, 3)
+    assert made[0]["failed"] == "RuntimeError: out of order" and "ms" not in made[0]
+    assert made[1]["ms"] == 1.0 and "failed" not in made[1]
+    monkeypatch.setattr(bench_gpu, "prepared", lambda calls, repeats: calls[0]())
+    [early] = bench_gpu.measured(case(bytes=1), [entry(fail)], CEILINGS, 3)
+    assert early["failed"] == "RuntimeError: out of order"
     monkeypatch.setattr(bench_gpu, "missing", lambda: None)
-    monkeypatch.setattr(bench_gpu, "rows", lambda **_: iter([made]))
+    monkeypatch.setattr(bench_gpu, "rows", lambda **_: iter(made))
     assert main(["bench"]) == 1
     assert "out of order" in capsys.readouterr().err
 
 
+def test_a_turn_measures_batches_and_goes_on_where_the_last_ended(monkeypatch):
+    pytest.importorskip("cupy")
+    order = []
+    monkeypatch.setattr("cupy.cuda.get_current_stream", lambda: type("S", (), {"synchronize": lambda _: None})())
+    monkeypatch.setattr("cupy.cuda.get_elapsed_time", lambda begin, end: 10.0 * (1 + begin))
+    monkeypatch.setattr(bench_gpu, "_sample", lambda calls, first, count: order.append((first, count)) or (first, 0))
+    timing = bench_gpu.Timing([lambda: None], batch=2, samples=2)
+    timing.take()
+    timing.take()
+    assert order == [(0, 2), (2, 2), (4, 2), (6, 2)]
+    assert timing.median() == (15.0 + 25.0) / 2  # 5, 15, 25, 35 ms a call
+
+
+def test_short_calls_have_batches_and_rounds_share_the_samples(monkeypatch):
+    pytest.importorskip("cupy")
+    monkeypatch.setattr("cupy.cuda.get_current_stream", lambda: type("S", (), {"synchronize": lambda _: None})())
+    monkeypatch.setattr(bench_gpu, "_sample", lambda calls, first, count: (0, 0))
+    for call_ms, repeats, batch, samples in ((0.01, 7, 25, 47), (100.0, 7, 1, 3), (0.5, 2, 1, 14)):
+        monkeypatch.setattr("cupy.cuda.get_elapsed_time", lambda begin, end, ms=call_ms: 3 * ms)
+        timing = bench_gpu.prepared([lambda: None], repeats)
+        assert (timing.batch, timing.samples) == (batch, samples), call_ms
+
+
 def test_peers_get_the_ratio_to_our_best_row(monkeypatch):
-    monkeypatch.setattr(bench_gpu, "timed", lambda functions, repeats: functions[0]())
-    monkeypatch.setattr(bench_peers, "of", lambda op, sets, say: iter([("Peer 1", lambda x: 6.0), ("Peer 2", broken)]))
-    said = []
+    monkeypatch.setattr(bench_gpu, "prepared", Taken)
     ours = [{"ms": 2.0}, {"ms": 3.0}, {"failed": "x"}]
-    made = list(bench_gpu._peer_rows(case(bytes=1), ours, CEILINGS, 3, said.append))
+    theirs = bench_gpu.measured(
+        case(bytes=1), [entry(lambda x: 6.0, name="Peer 1"), entry(broken, name="Peer 2")], CEILINGS, 3
+    )
+    made = list(bench_gpu.compared(ours, theirs))
     assert [(r["implementation"], r["ratio"], r["peer"]) for r in made] == [("Peer 1", 3.0, True)]
-    assert any("Peer 2" in line and "does not load" in line for line in said)
+    assert "does not load" in theirs[1]["failed"]
+
+
+def test_each_peer_has_sets_of_its_own(monkeypatch):
+    def source(sets):
+        for arrays in sets:
+            arrays["theirs"] = "front"
+        yield "FlashMLA", lambda **_: None
+
+    monkeypatch.setattr(bench_peers.layers, "flash_mla_forward", source)
+    monkeypatch.setattr(bench_peers.layers, "automodel_forward", lambda sets: iter([("AutoModel", print)]))
+    given = [{"x": 1}]
+    found = {name: sets for name, _, sets in bench_peers.of("attention_forward", given, print)}
+    assert found == {"FlashMLA": [{"x": 1, "theirs": "front"}], "AutoModel": [{"x": 1}]} and given == [{"x": 1}]
 
 
 def broken(x):
@@ -122,7 +190,7 @@ def test_only_some_cases(monkeypatch):
     monkeypatch.setattr("dsv4cp.commands.bench_ceilings.rows", lambda **_: iter([CEILINGS]))
     monkeypatch.setattr(bench_gpu_cases, "CASES", (make("Sinkhorn forward"), make("planning")))
     monkeypatch.setattr("dsv4cp.commands.bench_gpu_layers.cases", lambda: [])
-    monkeypatch.setattr(bench_gpu, "timed", lambda functions, repeats: 1.0)
+    monkeypatch.setattr(bench_gpu, "prepared", lambda calls, repeats: Taken([lambda: 1.0], repeats))
     monkeypatch.setattr(bench_gpu, "release", lambda _: None)
     assert cupy is not None
     found = list(bench_gpu.rows(peers=False, tiny=False, repeats=1, say=lambda _: None, only="top-k,PLAN"))
@@ -152,6 +220,7 @@ def test_the_record_names_machine_and_commit(monkeypatch, tmp_path, capsys):
 
 def test_the_commit_comes_from_git_or_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("DSV4CP_COMMIT", "abc123")
+    assert machine.commit() == "abc123"  # in a checkout, too: it may be a copy of another commit's files
     monkeypatch.setattr("dsv4cp.__file__", str(tmp_path / "dsv4cp" / "__init__.py"))
     assert machine.commit() == "abc123"
     monkeypatch.delenv("DSV4CP_COMMIT")
@@ -189,6 +258,23 @@ def test_the_cudnn_rows_call_what_they_say(monkeypatch):
         options = {"backend": "cudnn", "plan": used, "all_rows_nonempty": True}
         assert made == [*calls, (("grad", "q", "kv", "sinks", ids, "out", "lse", 0.5), options)]
     assert len(rows) == 3
+
+
+def test_both_gradients_of_the_indexer_get_what_a_set_holds(monkeypatch):
+    import functools
+
+    from dsv4cp.commands import bench_gpu_layers
+
+    made = []
+    fake = type("dsv4cp", (), {"dsv4_indexer_topk_scores_grad": staticmethod(lambda *a, **k: made.append((a, k)))})
+    monkeypatch.setattr(bench_gpu_layers, "dsv4cp", fake)
+    arrays = {n: n for n in ("q", "pooled", "weights", "ids", "grad")} | {"numbers": {"compress_ratio": 4}}
+    for impl in ("atomic", "deterministic"):
+        function = functools.partial(bench_gpu_layers._indexer_gradient, impl=impl)
+        for call in Entry("us", function, [arrays | {"q_": 1}]).calls():
+            call()
+        want = ("grad", "q", "pooled", "weights", "ids"), {"backward_impl": impl, "compress_ratio": 4}
+        assert made.pop() == want and not made
 
 
 def test_portable_rows_run_the_portable_kernel_and_no_other_row_does():

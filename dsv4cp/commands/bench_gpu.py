@@ -7,20 +7,23 @@ that none is still in the L2 cache when its turn comes. Each case is one functio
 
 from __future__ import annotations
 
+import functools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from .. import _backend
 
 Call = Callable[[], Any]
 Function = Callable[..., Any]  # of one input set's arrays, by name
 Say = Callable[[str], None]
+T = TypeVar("T")
 
 SECONDS = 0.25  # of GPU time for one row
 SHORT = 0.25  # ms: calls shorter than this are timed in batches of about this length
 MOST_SETS = 512
+ROUNDS = 3  # turns of each implementation of a case
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,18 @@ class Case:
         if self.launch_bound:
             return None
         return max(self.flops / ceilings.flops, self.bytes / ceilings.bytes, self.scatter / ceilings.scatter)
+
+
+class Entry(NamedTuple):
+    """What a row measures: a function of one set's arrays, and the sets."""
+
+    implementation: str
+    function: Function
+    sets: list[dict[str, Any]]
+
+    def calls(self) -> list[Call]:
+        """One call for each set."""
+        return [functools.partial(self.function, **arrays) for arrays in self.sets]
 
 
 def missing() -> str | None:
@@ -86,72 +101,126 @@ def rows(*, peers: bool, tiny: bool, repeats: int, say: Say, only: str = "") -> 
             yield {"case": name, "size": "making inputs", "implementation": "dsv4cp", "failed": _words(error)}
             continue
         say(f"{case.name}: {case.size}")
-        ours = [row(case, name, function, ceilings, repeats) for name, function in case.ours.items()]
-        for made in ours:
-            say(f"  {made['implementation']}: {made.get('failed', made.get('ms'))}")
-            yield made
-        if peers:
-            yield from _peer_rows(case, ours, ceilings, repeats, say)
-        del case
+        ours = [Entry(name, function, case.sets) for name, function in case.ours.items()]
+        theirs = _peers(case, say) if peers else []
+        made = measured(case, [*ours, *theirs], ceilings, repeats)
+        for row in made:
+            say(f"  {row['implementation']}: {row.get('failed', row.get('ms'))}")
+        yield from made[: len(ours)]
+        yield from compared(made[: len(ours)], made[len(ours) :])
+        del case, ours, theirs
         release(cupy)
 
 
-def _peer_rows(
-    case: Case, ours: list[dict[str, Any]], ceilings: Ceilings | None, repeats: int, say: Say
-) -> Iterator[dict[str, Any]]:
-    """A row for each installed peer of the case's op; `ratio` says how many times as fast as it our best row is."""
+def _peers(case: Case, say: Say) -> list[Entry]:
     from . import bench_peers
 
+    return [Entry(*peer) for peer in bench_peers.of(case.op, case.sets, say)]
+
+
+def compared(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The peers' rows that have a time; `ratio` says how many times as fast as it our best row is."""
     best = min((made["ms"] for made in ours if "ms" in made), default=None)
-    for implementation, function in bench_peers.of(case.op, case.sets, say):
-        made = row(case, implementation, function, ceilings, repeats)
-        say(f"  {implementation}: {made.get('failed', made.get('ms'))}")
+    for made in theirs:
         if "ms" in made:  # a peer that fails here has said so: it is no failure of this package
             yield made | ({"ratio": made["ms"] / best} if best else {}) | {"peer": True}
 
 
-def row(
-    case: Case, implementation: str, function: Callable[..., Any], ceilings: Ceilings | None, repeats: int
-) -> dict[str, Any]:
-    """One measured row; "failed" in it says why there is no time. A long run is not given up for one failure."""
-    made: dict[str, Any] = {"case": case.name, "size": case.size, "implementation": implementation}
+def measured(
+    case: Case, entries: Sequence[Entry], ceilings: Ceilings | None, repeats: int
+) -> list[dict[str, Any]]:
+    """A row for each entry; "failed" in it says why there is no time. A long run is not given up for one failure.
+
+    The entries take turns in ROUNDS rounds: a card that has just had a pause runs faster for a while, and one that is
+    hot or short of power slower, so that a place in the order would be worth several percent.
+    """
+    made: list[dict[str, Any]] = []
+    timings: list[Timing | None] = []
+    for entry in entries:
+        made.append({"case": case.name, "size": case.size, "implementation": entry.implementation})
+        timings.append(_unless_it_fails(made[-1], functools.partial(prepared, entry.calls(), repeats)))
+    for _ in range(ROUNDS):
+        for row, timing in zip(made, timings, strict=True):
+            if timing is not None and "failed" not in row:
+                _unless_it_fails(row, timing.take)
+    return [
+        _rated(case, row, timing.median(), ceilings) if timing is not None and "failed" not in row else row
+        for row, timing in zip(made, timings, strict=True)
+    ]
+
+
+def _unless_it_fails(row: dict[str, Any], call: Callable[[], T]) -> T | None:
     try:
-        ms = timed([lambda s=s: function(**s) for s in case.sets], repeats)  # type: ignore[misc]
+        return call()
     except Exception as error:
-        return made | {"failed": _words(error)}
-    made["ms"] = ms
+        row["failed"] = _words(error)
+        return None
+
+
+def _rated(case: Case, row: dict[str, Any], ms: float, ceilings: Ceilings | None) -> dict[str, Any]:
+    """The row with its time, rate and share of the floor."""
+    row["ms"] = ms
     if case.flops:
-        made["tflops"] = case.flops / ms / 1e9
+        row["tflops"] = case.flops / ms / 1e9
     else:
-        made["gbs"] = (case.bytes or case.scatter) / ms / 1e6
+        row["gbs"] = (case.bytes or case.scatter) / ms / 1e6
     floor = case.floor(ceilings) if ceilings else None
-    return made | ({"floor_ms": floor, "share": floor / ms} if floor is not None else {})
+    return row | ({"floor_ms": floor, "share": floor / ms} if floor is not None else {})
 
 
 def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:300]}"
 
 
-def timed(calls: list[Call], repeats: int) -> float:
-    """Median milliseconds of a call, the calls taking turns; CUDA events on the current stream.
+class Timing:
+    """Samples of one implementation's calls on the current stream, by CUDA events, the calls taking turns.
 
-    All samples are queued before the host waits, so that a sample of a long call is GPU time alone. A sample of
-    short calls is a batch of them, divided by their number: where Python is slower than the GPU, that is Python's time.
+    All samples of a turn are queued before the host waits, so that a sample of a long call is GPU time alone. A sample
+    of short calls is a batch of them, divided by their number: where Python is slower than the GPU, that is Python's.
     """
+
+    def __init__(self, calls: list[Call], batch: int, samples: int) -> None:
+        self.calls, self.batch, self.samples = calls, batch, samples
+        self._taken: list[float] = []
+        self._next = 0
+
+    def take(self) -> None:
+        """One turn."""
+        import cupy
+
+        events = []
+        for _ in range(self.samples):
+            events.append(_sample(self.calls, self._next, self.batch))
+            self._next += self.batch
+        cupy.cuda.get_current_stream().synchronize()
+        self._taken += [cupy.cuda.get_elapsed_time(*pair) / self.batch for pair in events]
+
+    def median(self) -> float:
+        """Milliseconds of a call."""
+        return statistics.median(self._taken)
+
+
+def prepared(calls: list[Call], repeats: int, rounds: int = ROUNDS) -> Timing:
+    """Compiles, warms up, and finds a turn's samples: together `repeats` at least, more of short calls."""
     import cupy
 
     stream = cupy.cuda.get_current_stream()
-    for call in calls[:2] * 2:  # compile, warm up
+    for call in calls[:2] * 2:
         call()
     stream.synchronize()
     once = _sample(calls, 0, 3)
     stream.synchronize()
     estimate = max(cupy.cuda.get_elapsed_time(*once) / 3, 1e-3)
     batch = max(1, round(SHORT / estimate))
-    samples = int(min(max(repeats, 1e3 * SECONDS / (estimate * batch)), 20 * repeats))
-    events = [_sample(calls, n * batch, batch) for n in range(samples)]
-    stream.synchronize()
-    return statistics.median(cupy.cuda.get_elapsed_time(*pair) / batch for pair in events)
+    samples = min(max(repeats, 1e3 * SECONDS / (estimate * batch)), 20 * repeats)
+    return Timing(calls, batch, -(-int(samples) // rounds))
+
+
+def timed(calls: list[Call], repeats: int) -> float:
+    """Median milliseconds of a call, in one turn."""
+    timing = prepared(calls, repeats, 1)
+    timing.take()
+    return timing.median()
 
 
 def _sample(calls: list[Call], first: int, count: int) -> tuple[Any, Any]:

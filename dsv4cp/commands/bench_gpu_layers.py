@@ -225,22 +225,24 @@ def indexing(tiny: bool, *, part: str, queries: int, topk: int) -> Case:
     numbers: dict[str, Any] = {"compress_ratio": RATIO, "softmax_scale": INDEX_DIM**-0.5, "backend": "cuda"}
     pair = INDEX_HEADS * INDEX_DIM
     work: dict[str, Any] = {}
-    call: Function
+    ours: dict[str, Function] = {}
     match part:
         case "scores":
-            call = lambda q, pooled, weights, **_: dsv4cp.dsv4_indexer_scores(q, pooled, weights, **numbers)  # noqa: E731
+            ours["dsv4cp, CuPy"] = lambda q, pooled, weights, **_: dsv4cp.dsv4_indexer_scores(
+                q, pooled, weights, **numbers
+            )
             work = {"flops": 2 * pairs * pair, "bytes": 4 * pairs}
         case "top-k":
-            call = lambda q, pooled, weights, **_: dsv4cp.dsv4_indexer_topk(q, pooled, weights, topk, **numbers)  # noqa: E731
+            ours["dsv4cp, CuPy"] = lambda q, pooled, weights, **_: dsv4cp.dsv4_indexer_topk(
+                q, pooled, weights, topk, **numbers
+            )
             work = {"flops": 2 * pairs * pair, "bytes": 4 * queries * topk}
         case _:
-            call = lambda q, pooled, weights, ids, grad, **_: dsv4cp.dsv4_indexer_topk_scores_grad(  # noqa: E731
-                grad, q, pooled, weights, ids, **numbers
-            )
+            for impl in ("atomic", "deterministic"):
+                ours[f"dsv4cp, CuPy, {impl}"] = functools.partial(_indexer_gradient, impl=impl)
             work = {"flops": 6 * queries * topk * pair}
     for arrays in sets:
         arrays["numbers"] = numbers
-    ours: dict[str, Function] = {"dsv4cp, CuPy": call}
     if torch_too and part == "scores":
         from .. import torch_ops
 
@@ -250,6 +252,12 @@ def indexing(tiny: bool, *, part: str, queries: int, topk: int) -> Case:
         )
     size = f"indexer: S{queries} P{queries // RATIO} I{INDEX_HEADS} E{INDEX_DIM} top-k {topk}"
     return Case(f"indexer {part}", size, f"indexer_{part}", sets, ours, **work)
+
+
+def _indexer_gradient(
+    grad: Any, q: Any, pooled: Any, weights: Any, ids: Any, numbers: dict[str, Any], impl: str, **_: Any
+) -> Any:
+    return dsv4cp.dsv4_indexer_topk_scores_grad(grad, q, pooled, weights, ids, backward_impl=impl, **numbers)
 
 
 ATTENTION: tuple[dict[str, Any], ...] = (

@@ -21,8 +21,11 @@ from .bench_gpu_cases import EPS, REPEAT
 Peer = tuple[str, Callable[..., Any]]
 
 
-def of(op: str, sets: list[dict[str, Any]], say: Callable[[str], None]) -> Iterator[Peer]:
-    """The installed peers of an op; `say` gets one line for each that is not there."""
+def of(
+    op: str, sets: list[dict[str, Any]], say: Callable[[str], None]
+) -> Iterator[tuple[str, Callable[..., Any], list[dict[str, Any]]]]:
+    """The installed peers of an op: (implementation, function of one input set, its sets, which hold what it prepares
+    besides the arrays given). `say` gets one line for each that is not there."""
     sources: tuple[Callable[[list[dict[str, Any]]], Iterator[Peer]], ...] = ()
     match op:
         case "sinkhorn_forward":
@@ -46,8 +49,10 @@ def of(op: str, sets: list[dict[str, Any]], say: Callable[[str], None]) -> Itera
         case "indexer_backward":
             sources = (layers.cudnn_scores_backward, layers.automodel_scores_backward)
     for source in sources:
+        own = [dict(arrays) for arrays in sets]
         try:
-            yield from source(sets)
+            for implementation, function in source(own):
+                yield implementation, function, own
         except Exception as error:  # imports of GPU packages fail in many ways
             words = str(error).strip().splitlines() or [""]
             say(f"  {source.__name__.replace('_', ' ')}: not there ({type(error).__name__}: {words[0][:160]})")

@@ -79,16 +79,17 @@ def _processor() -> str:
 
 
 def commit() -> str | None:
-    """The git commit of this checkout, "+changes" when files differ from it; without git $DSV4CP_COMMIT, or None."""
-    folder = Path(dsv4cp.__file__).resolve().parents[1]
+    """$DSV4CP_COMMIT where it is set, for a copy that git does not know; else the git commit of this checkout, with
+    "+changes" when files differ from it, or None without git."""
     named = os.environ.get("DSV4CP_COMMIT")
-    if not (folder / ".git").exists():
-        return named
+    folder = Path(dsv4cp.__file__).resolve().parents[1]
+    if named or not (folder / ".git").exists():
+        return named or None
     try:
         head = _git(folder, "rev-parse", "HEAD")
         changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.SubprocessError):
-        return named
+        return None
     return head + ("+changes" if changed else "")
 
 
