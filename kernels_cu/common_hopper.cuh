@@ -1,8 +1,4 @@
-// Hopper's own instructions (sm_90a): mbarriers, the tensor copy engine, warpgroup matrix products.
-//
-// A wgmma is issued by the four warps of a warpgroup together; each warp holds 16 rows of the accumulator. Issuing stalls
-// once a few are on their way, so the instruction is asynchronous only within a short queue. An A operand in shared
-// memory is read at half the rate of B: at N = 48 that costs 40 clocks where a register operand costs 24.
+// Hopper's own instructions (sm_90a): mbarriers, the tensor copy engine. Warpgroup matrix products: wgmma.cuh.
 #pragma once
 #include "common.cuh"
 
@@ -64,58 +60,10 @@ DEVICE void load_box(u32 to, const TensorMap* map, int c0, int c1, int c2, int c
 // Orders what this thread knows to be in shared memory by ordinary stores and cp.async before reads by wgmma.
 DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- Warpgroup products --------------------------------------------------------------------------------
+// ---- Operands of warpgroup products (wgmma.cuh) ----------------------------------------------------------
 
 // A 128-byte swizzled operand in shared memory. group: bytes between blocks of 8 rows (K-major) or 8 k (N-major); next:
 // bytes between 64-column chunks of an N-major operand.
 DEVICE u64 operand(u32 address, u32 next, u32 group) {
     return (u64)((address & 0x3ffff) >> 4) | ((u64)(next >> 4) << 16) | ((u64)(group >> 4) << 32) | (1ull << 62);
-}
-DEVICE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void wgmma_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
-
-// d[64 x 48] += A[64 x 16] B[16 x 48]: A and B from shared memory, both K-major.
-DEVICE void wgmma_m64n48k16_ss(float (&d)[24], u64 a, u64 b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %26, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n48k16.f32." ELEMENT_PTX "." ELEMENT_PTX " {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23"
-        "}, %24, %25, p, 1, 1, 0, 0;\n}\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
-        : "l"(a), "l"(b), "r"(accumulate));
-}
-
-// d[64 x 48] += A[64 x 16] B[16 x 48]: A in registers, B from shared memory, K-major.
-DEVICE void wgmma_m64n48k16_rs(float (&d)[24], const u32 (&a)[4], u64 b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %29, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n48k16.f32." ELEMENT_PTX "." ELEMENT_PTX " {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23"
-        "}, {%24, %25, %26, %27}, %28, p, 1, 1, 0;\n}\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-
-// d[64 x 48] = A[64 x 16] B[16 x 48]: A in registers, B from shared memory, K-major.
-DEVICE void wgmma_m64n48k16_rs_first(float (&d)[24], const u32 (&a)[4], u64 b) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n48k16.f32." ELEMENT_PTX "." ELEMENT_PTX " {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23"
-        "}, {%24, %25, %26, %27}, %28, p, 1, 1, 0;\n}\n"
-        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7]),
-          "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]), "=f"(d[14]), "=f"(d[15]),
-          "=f"(d[16]), "=f"(d[17]), "=f"(d[18]), "=f"(d[19]), "=f"(d[20]), "=f"(d[21]), "=f"(d[22]), "=f"(d[23])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }

@@ -238,7 +238,7 @@ DEVICE void products(Totals& acc, u32 shared, const u32* bounds, int count, Powe
 #if WANT_Q
         const u64 at_g = operand(on_g, 16, 1024), at_k = operand(keys, TILE, 1024);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) wgmma_m64n128k16_tt(acc.q, at_g + (i * 2048 >> 4), at_k + (i * 2048 >> 4), acc.any | (i > 0));
+        for (int i = 0; i < 4; ++i) wgmma_m64n128k16_ss<1, 1>(acc.q, at_g + (i * 2048 >> 4), at_k + (i * 2048 >> 4), acc.any | (i > 0));
         wgmma_end();
 #endif
 #if WANT_K

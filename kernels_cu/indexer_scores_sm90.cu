@@ -42,7 +42,7 @@
 #ifndef ELEMENT
 #define ELEMENT BFloat16
 #endif
-#include "common_hopper.cuh"
+#include "wgmma.cuh"
 
 #ifndef INDEX_DIM
 #define INDEX_DIM 128
@@ -97,23 +97,6 @@ DEVICE float relu(float x) {  // keeps NaN
     return y;
 }
 
-// d[64 x 64] = or += A[64 x 16] B[16 x 64]: A in registers, B from shared memory, K-major.
-#define D8(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
-#define D32(c) D8(c, 0), D8(c, 8), D8(c, 16), D8(c, 24)
-#define WGMMA_N64(ACCUMULATE)                                                                                      \
-    "{\n.reg .pred p;\nsetp.ne.b32 p, " ACCUMULATE ", 0;\n"                                                        \
-    "wgmma.mma_async.sync.aligned.m64n64k16.f32." ELEMENT_PTX "." ELEMENT_PTX " {"                                 \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                       \
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"                               \
-    "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
-#define WRITTEN(x) "=f"(x)
-#define CHANGED(x) "+f"(x)
-DEVICE void wgmma_m64n64k16_rs_first(float (&d)[32], const u32 (&a)[4], u64 b) {
-    asm volatile(WGMMA_N64("0") : D32(WRITTEN) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-DEVICE void wgmma_m64n64k16_rs(float (&d)[32], const u32 (&a)[4], u64 b) {
-    asm volatile(WGMMA_N64("1") : D32(CHANGED) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
 struct Call {
     const TensorMap *q_map, *k_map;
     const void* weights;
@@ -288,7 +271,7 @@ DEVICE void weigh_unit(float (&sums)[UNIT_QUERIES][TILES][2], const u32 (&a)[TIL
         for (int i = 0; i < STEPS; i++) {
             const u64 at = (u64)(1024 >> 4 | 1u << 30) << 32 | (low + (((i >> 2) * Q_CHUNK + (i & 3) * 32) >> 4));
             if (i == 0) wgmma_m64n64k16_rs_first(d[t], a[t][0], at);
-            else wgmma_m64n64k16_rs(d[t], a[t][i], at);
+            else wgmma_m64n64k16_rs(d[t], a[t][i], at, 1);
             if (ORDERED && t == N - 1 && i == STEPS - 1 - HAND_OVER) pass_turn(group);
         }
     wgmma_end();

@@ -97,11 +97,12 @@
 // 20, issue slots 36; T160 0.248 ms: 39, 53, 59 (6.4 TB/s), DRAM 62, 35; S2048 H128 T1152 (380 valid) 0.442 ms: 52, 55, 35, 25,
 // 36. No unit is full: warps wait for each other's barriers, the score warpgroup's chain above. T160 also nears what DRAM gives
 // (Q, out).
-#include "sparse_attention_gather.cuh"
-
 #ifndef ELEMENT
 #define ELEMENT BFloat16
 #endif
+#include "sparse_attention_gather.cuh"
+#include "wgmma.cuh"
+
 #ifndef SHARED_BYTES
 #define SHARED_BYTES 228672
 #endif
@@ -126,31 +127,6 @@ static const int BAR_ID_FREE = BAR_ID_FULL + ID_STAGES, BARS = BAR_ID_FREE + ID_
 static const u32 SHARED = AT_BARS + BARS * 8;
 static_assert(SHARED == SHARED_BYTES, "what cuda_sm90.py asks for");
 static_assert(Q_HELD * Q_CHUNK == KV_BYTES, "a block of Q fills the place of a block of keys");
-
-// d[64 x 128] += A[64 x 16] B[16 x 128]: both from shared memory, A K-major, B N-major (transposed).
-DEVICE void wgmma_m64n128k16_ss_t(float (&d)[64], u64 a, u64 b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." ELEMENT_PTX "." ELEMENT_PTX " {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, "
-        "%40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, "
-        "%56, %57, %58, %59, %60, %61, %62, %63"
-        "}, %64, %65, p, 1, 1, 0, 1;\n}\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-        : "l"(a), "l"(b), "r"(accumulate));
-}
 
 // A 16-bit K-major operand of 8 x 8 blocks of 128 contiguous bytes, not swizzled. k_step, m_step: bytes between blocks.
 DEVICE u64 operand_blocks(u32 address, u32 k_step, u32 m_step) {
@@ -467,8 +443,8 @@ DEVICE void value_warpgroup(const Call& p, u32 shared, u32 bars, int half) {
             wgmma_begin();
 #pragma unroll
             for (int k = 0; k < SLOTS / 16; k++) {
-                wgmma_m64n128k16_ss_t(o0, a + (k * 2048 >> 4), v + (k * 2048 >> 4), k | accumulate);
-                wgmma_m64n128k16_ss_t(o1, a + (k * 2048 >> 4), v + ((2 * KV_CHUNK + k * 2048) >> 4), k | accumulate);
+                wgmma_m64n128k16_ss<0, 1>(o0, a + (k * 2048 >> 4), v + (k * 2048 >> 4), k | accumulate);
+                wgmma_m64n128k16_ss<0, 1>(o1, a + (k * 2048 >> 4), v + ((2 * KV_CHUNK + k * 2048) >> 4), k | accumulate);
             }
             wgmma_end();
             wgmma_wait();

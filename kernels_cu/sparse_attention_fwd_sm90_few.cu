@@ -37,6 +37,7 @@
 //
 // By ncu, H16 T640: 0.324 ms; busy in percent of the peak: load/store data pipe 62, L2 59 (6.5 TB/s), tensor pipe 34, issue
 // slots 43, DRAM 9. So key rows on their way from L2 through shared memory to the products limit it, not arithmetic.
+#include "common_mma.cuh"
 #include "sparse_attention_gather.cuh"
 
 #ifndef ELEMENT
@@ -58,25 +59,7 @@ static const int BAR_FULL = 0, BAR_FREE = 2 * STAGES, BARS = 4 * STAGES;
 static const u32 SHARED = AT_BARS + BARS * 8;
 static_assert(SHARED == SHARED_BYTES, "what cuda_sm90.py asks for");
 
-DEVICE void load_matrices(u32 (&r)[4], u32 at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(at)
-                 : "memory");
-}
-DEVICE void load_matrices_transposed(u32 (&r)[4], u32 at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(at)
-                 : "memory");
-}
-// c[16][8] += a[16][16] b[16][8]
-DEVICE void multiply(float* c, const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT_PTX "." ELEMENT_PTX ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
+DEVICE void multiply(float* c, const u32 (&a)[4], u32 b0, u32 b1) { multiply<Element>(*(float (*)[4])c, a, b0, b1); }
 // Barrier of a group's four warps that tells whether any thread raised its flag.
 DEVICE bool any_of_group(int group, bool flag) {
     u32 any;
