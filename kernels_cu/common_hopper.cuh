@@ -1,4 +1,4 @@
-// Hopper's own instructions (sm_90a): mbarriers, the tensor copy engine. Warpgroup matrix products: wgmma.cuh.
+// Hopper's own instructions (sm_90a): mbarriers, the tensor copy engine. Warpgroup matrix products: common_wgmma.cuh.
 #pragma once
 #include "common.cuh"
 
@@ -60,7 +60,7 @@ DEVICE void load_box(u32 to, const TensorMap* map, int c0, int c1, int c2, int c
 // Orders what this thread knows to be in shared memory by ordinary stores and cp.async before reads by wgmma.
 DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- Operands of warpgroup products (wgmma.cuh) ----------------------------------------------------------
+// ---- Operands of warpgroup products (common_wgmma.cuh) ----------------------------------------------------------
 
 // A 128-byte swizzled operand in shared memory. group: bytes between blocks of 8 rows (K-major) or 8 k (N-major); next:
 // bytes between 64-column chunks of an N-major operand.

@@ -42,7 +42,7 @@
 #ifndef ELEMENT
 #define ELEMENT BFloat16
 #endif
-#include "wgmma.cuh"
+#include "common_wgmma.cuh"
 
 #ifndef INDEX_DIM
 #define INDEX_DIM 128

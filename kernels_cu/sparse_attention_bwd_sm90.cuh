@@ -1,7 +1,7 @@
 // Instructions that the sparse attention backward adds to common_hopper.cuh: the other block of a cluster, vector reductions
 // to global memory.
 #pragma once
-#include "wgmma.cuh"
+#include "common_wgmma.cuh"
 
 // ---- Clusters ------------------------------------------------------------------------------------------
 

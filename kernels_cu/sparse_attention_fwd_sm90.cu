@@ -101,7 +101,7 @@
 #define ELEMENT BFloat16
 #endif
 #include "sparse_attention_gather.cuh"
-#include "wgmma.cuh"
+#include "common_wgmma.cuh"
 
 #ifndef SHARED_BYTES
 #define SHARED_BYTES 228672
