@@ -77,6 +77,12 @@
 //      and 150 clocks as well: 1.786 0.760 1.657 and 1.850 0.773 1.683: softmax 1187, but P waits 2159 for the products.
 //      Now the score warpgroup spends 6250 clocks a block of T640 (6425 before 7), 7070 of T160: still the chain that limits.
 //      Integer sums: correctness alone was checked, they were not timed since 6.
+//
+// By ncu, commit faa342f (clocks as they are, 1.76 to 1.80 GHz), this kernel, busy in percent of the peak: float32 T640 1.71 ms:
+// tensor pipe 44, L2 78, load/store data pipe 72, DRAM 16, issue slots 31; T160 0.748: 38, 80, 63, 51, 28; S2048 H128 T1152
+// (380 valid) 1.60: 37, 44, 69, 18, 25, on 120 multiprocessors. Integers: T640 2.55: 29, 90, 72; T160 0.970: 27, 84, 62;
+// H128 1.92: 30, 53, 62. So the additions fill L2 for 64 heads, integers nearly to the end; of the product warpgroups' samples
+// (float32, T640) 41 % are trades of lanes and additions, 15 % waits for P, 15 % waits for their own products.
 #include "sparse_attention_bwd_sm90_producers.cuh"
 #include "sparse_attention_bwd_sm90_results.cuh"
 

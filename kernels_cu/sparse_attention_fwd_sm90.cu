@@ -93,10 +93,11 @@
 //  22  output through the last block's keys (stmatrix, then whole lines): epilogue 3600 to 4000 -> 2800 clocks by the counting
 //      builds, times 0.511, 0.225, 3.444 beside 0.508, 0.224, 3.452: left out, since score and gather warps run ahead meanwhile.
 //
-// By ncu before 18, busy in percent of the peak: T640 0.549 ms: tensor pipe 55, load/store data pipe 56, L2 32 (5.0 TB/s), DRAM
-// 20, issue slots 36; T160 0.248 ms: 39, 53, 59 (6.4 TB/s), DRAM 62, 35; S2048 H128 T1152 (380 valid) 0.442 ms: 52, 55, 35, 25,
-// 36. No unit is full: warps wait for each other's barriers, the score warpgroup's chain above. T160 also nears what DRAM gives
-// (Q, out).
+// By ncu, commit faa342f (clocks as they are, 1.66 to 1.73 GHz), busy in percent of the peak: T640 0.515 ms: tensor pipe 60,
+// load/store data pipe 62, L2 42, DRAM 22, issue slots 31; T160 0.225 ms: 43, 60, 64, 68, 33; S2048 H128 T1152 (380 valid)
+// 0.411 ms: 57, 61, 40, 26, 32. No unit is full. Where warps wait, of all samples of T640: value warps for scores and p 20,
+// for their own products 10, gather warps for a free block 11, the score warpgroup for its products 4: the chain scores,
+// softmax, hand-over above. T160 also nears what DRAM gives (Q, out). Before 18: 55 56 32 20 36; 39 53 59 62 35; 52 55 35 25 36.
 #ifndef ELEMENT
 #define ELEMENT BFloat16
 #endif

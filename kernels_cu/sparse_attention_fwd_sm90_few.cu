@@ -35,8 +35,9 @@
 //   sparse_attention_fwd_sm90.cu), and L2 is asked for the ids of the item after (every 32 ids are
 //   a line that a scan otherwise waits for).
 //
-// By ncu, H16 T640: 0.324 ms; busy in percent of the peak: load/store data pipe 62, L2 59 (6.5 TB/s), tensor pipe 34, issue
-// slots 43, DRAM 9. So key rows on their way from L2 through shared memory to the products limit it, not arithmetic.
+// By ncu, commit faa342f, H16 T640: 0.320 ms; busy in percent of the peak: load/store data pipe 67, L2 62, issue slots 39, the
+// arithmetic pipes below that, DRAM 9. So key rows on their way from L2 through shared memory to the products limit it, not
+// arithmetic: 510 rows of 1 KB a query serve 16 heads here, and would be as many for 64.
 #include "common_mma.cuh"
 #include "sparse_attention_gather.cuh"
 
