@@ -195,14 +195,16 @@ DEVICE void finish_scores(const Call& p, float (&s)[32], float (&total)[8], floa
     const u32 bars = shared + AT_BARS, p_full = AT_BARS + (BAR_P_FULL + p_stage) * 8;
     wait(bars + BAR_SENT_FULL * 8, turn);
     clock.read(8);
+    u32 read = 0;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         float a, b, c, d;
         load_float4(shared + AT_SENT + i * 2048 + thread * 16, a, b, c, d);
         s[i * 4] += a, s[i * 4 + 1] += b, s[i * 4 + 2] += c, s[i * 4 + 3] += d;
+        read |= __float_as_uint(a);
     }
     __syncwarp();
-    if (arrives(lane)) bar_arrive_remote(there + AT_BARS + BAR_SENT_FREE * 8);
+    if (arrives(lane)) bar_arrive_remote(there + AT_BARS + BAR_SENT_FREE * 8 + p.nothing_of(read));
     more1();
     // The additions to global memory fill the way that loads from shared memory take, too: fewer of those a block. The
     // deterministic kernel lacks the registers, and its additions take longest anyway.

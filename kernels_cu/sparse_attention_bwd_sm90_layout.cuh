@@ -107,6 +107,11 @@ struct Call {
         asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
         return block / CLUSTER;
     }
+    // 0, which takes a look at x to know: added to the address of an arrival at another block's barrier, it holds the arrival
+    // back until loads from shared memory have returned. Else it overtakes them, since they queue behind the additions, and
+    // what they read is overwritten: such an arrival orders memory within its own block alone, and one that orders the
+    // cluster's waits for all additions under way.
+    DEVICE u32 nothing_of(u32 x) const { return x & (u32)(slots >> 31); }
     DEVICE u32 half() const { return cluster_rank() & 1; }  // of the columns
     DEVICE int head_block() const { return HEAD_BLOCKS > 1 ? cluster_rank() >> 1 : 0; }
     DEVICE int first_head(int item) const { return (item % groups() * HEAD_BLOCKS + head_block()) * HEADS; }

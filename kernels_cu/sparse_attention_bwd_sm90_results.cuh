@@ -151,13 +151,15 @@ DEVICE void trade(const Call& p, float (&dkv)[64], u32 shared, u32 bars, int col
     send<32, 32>(there + at, dkv, there + AT_BARS + full);
     if (thread == 0) bar_arrive_expecting(bars + full, TRADE_BYTES);
     wait(bars + full, turn);
+    u32 read = 0;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         float a, b, c, d;
         load_float4(shared + at + i * 2048, a, b, c, d);
         dkv[i * 4] += a, dkv[i * 4 + 1] += b, dkv[i * 4 + 2] += c, dkv[i * 4 + 3] += d;
+        read |= __float_as_uint(a);
     }
     __syncwarp();
-    if (arrives(thread & 31)) bar_arrive_remote(there + AT_BARS + free);
+    if (arrives(thread & 31)) bar_arrive_remote(there + AT_BARS + free + p.nothing_of(read));
 }
 #endif
