@@ -247,16 +247,16 @@ def test_a_struct_of_another_size_is_refused(driver, sources, size):
     kernel = _kernels.kernel("a.cu", "f")
     driver.types = (ctypes.c_int32, MAP)
     wrong = np.zeros((), [("bytes", np.uint8, (size,))])
-    for value in (wrong, wrong[()]):
+    for value in (wrong, wrong[()], bytes(size)):
         with pytest.raises(TypeError, match=f"^f: map: expected a struct of 128 bytes, got {size}$"):
             _kernels.launch(kernel, grid=1, block=1, n=np.int32(1), map=value)
-    for value in (b"x" * 128, 5, None, np.float64(1)):
+    for value in (bytearray(128), "x" * 128, 5, None, np.float64(1)):
         with pytest.raises(TypeError, match=r"^f: map: expected void, got"):
             _kernels.launch(kernel, grid=1, block=1, n=np.int32(1), map=value)
     right = np.ones((), [("bytes", np.uint8, (128,))])
-    for value in (right, right[()]):
+    for value in (right, right[()], b"\1" * 128):
         _kernels.launch(kernel, grid=1, block=1, n=np.int32(1), map=value)
-    assert [launch.args for launch in driver.launches] == [[1, b"\1" * 128]] * 2
+    assert [launch.args for launch in driver.launches] == [[1, b"\1" * 128]] * 3
 
 
 @pytest.mark.parametrize("address", [int, np.uintp], ids=["int", "uintp"])
