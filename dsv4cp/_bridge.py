@@ -1,4 +1,5 @@
-"""torch <-> device pointers, CuPy arrays, streams and devices. With _torch_backend.py the only shared file with torch.
+"""torch <-> device pointers, CuPy arrays, streams and devices. With its part _bridge_calls.py and with
+_torch_backend.py the only shared file with torch.
 
 Two ways across, for two needs. The hot path hands raw pointers to a kernel launch: `on_stream_of(x)` makes
 the tensor's device current, says which CUDA stream torch works on there, and puts everything back. Whole
@@ -26,6 +27,7 @@ import torch
 
 from . import _arrays, _backend
 from ._arrays import dtype_name, library
+from ._bridge_calls import contiguous, name_of, plain, readable, remembered  # noqa: F401  (handed on)
 
 OPERATORS = torch.library.Library("dsv4", "FRAGMENT")  # the definitions live as long as this object
 
@@ -229,13 +231,6 @@ def _allocated_here(x: Any) -> torch.Tensor | None:
         return None
     begin = x.data.ptr - owner.data_ptr()
     return owner[begin : begin + x.nbytes].view(getattr(torch, dtype_name(x))).view(x.shape)
-
-
-def contiguous(x: torch.Tensor) -> torch.Tensor:
-    """What a kernel may read by pointer: x, or a row-major copy made on the current stream; begins on 16 bytes."""
-    if x.requires_grad or x.is_neg() or not x.is_contiguous():  # asking takes a quarter of the time of three no-ops
-        x = x.detach().resolve_neg().contiguous()
-    return x.clone() if x.data_ptr() % 16 else x
 
 
 def _strided(name: str, x: Any) -> torch.Tensor:
