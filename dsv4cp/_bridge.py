@@ -27,7 +27,7 @@ import torch
 
 from . import _arrays, _backend
 from ._arrays import dtype_name, library
-from ._bridge_calls import contiguous, name_of, plain, readable, remembered  # noqa: F401  (handed on)
+from ._bridge_calls import cast, contiguous, name_of, plain, readable, remembered  # noqa: F401  (handed on)
 
 OPERATORS = torch.library.Library("dsv4", "FRAGMENT")  # the definitions live as long as this object
 

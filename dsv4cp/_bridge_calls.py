@@ -82,6 +82,11 @@ def plain(x: torch.Tensor) -> torch.Tensor:
     return x.detach().resolve_neg() if x.requires_grad or x.is_neg() else x  # asking takes less than two no-ops
 
 
+def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in a dtype, itself where it has that one."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def contiguous(x: torch.Tensor) -> torch.Tensor:
     """What a kernel may read by pointer: x, or a row-major copy made on the current stream; begins on 16 bytes."""
     if x.requires_grad or x.is_neg() or not x.is_contiguous():  # asking takes a quarter of the time of three no-ops

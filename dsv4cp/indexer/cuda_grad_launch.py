@@ -5,6 +5,7 @@ those whose is); work is queued on CuPy's current stream, or the one given; noth
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import cupy
@@ -40,8 +41,13 @@ class Operands(NamedTuple):
 
 def aligned(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether 16-byte copies reach every row: strides in elements of 2 bytes, of axes longer than 1."""
+    return address % 16 == 0 and _even(shape, strides)
+
+
+@functools.lru_cache(maxsize=1024)
+def _even(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     steps = (step for step, size in zip(strides[:-1], shape[:-1], strict=True) if size > 1)
-    return address % 16 == 0 and strides[-1] == 1 and not any(step % 8 for step in steps)
+    return strides[-1] == 1 and not any(step % 8 for step in steps)
 
 
 # --- Passes --------------------------------------------------------------------------------------------

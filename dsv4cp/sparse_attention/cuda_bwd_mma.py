@@ -12,6 +12,7 @@ import cupy
 import numpy as np
 
 from .. import _kernels
+from .._kernel_arguments import float32
 from .contract import Spec
 from .cuda_bwd_passes import BOTH, GRAD_Q, SUMS
 
@@ -72,8 +73,7 @@ def launch(
     """Queues the call and returns True: every call fits."""
     tile = _tile(spec.dim, spec.heads, cupy.cuda.runtime.getDevice())
     head_tiles = -(-spec.heads // tile[0])
-    with np.errstate(over="ignore"):  # a scale beyond float32 is infinite there
-        scale = np.float32(spec.scale)
+    scale = float32(spec.scale)
     for part in (GRAD_Q, SUMS) if parts == BOTH and head_tiles > 1 else (parts,):
         _kernels.launch(
             _kernel(dtype, spec.dim, tile, part, deterministic),

@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from .. import _bridge
-from .._arrays import compute_dtype, library
+from .._arrays import compute_dtype
 from .._torch_backend import choose, with_row_major_gradient, without_autocast
 from . import (
     contract,
@@ -101,13 +101,13 @@ def dsv4_sparse_attention(
     would differentiate the reference. On Hopper "cudnn" with a gradient wanted has no "deterministic": a RuntimeError.
     """
     flags = {"reference_rounding": reference_rounding, "all_rows_nonempty": all_rows_nonempty, "return_lse": return_lse}
-    spec = contract.check(q, kv, sinks, topk_idxs, sm_scale, plan=plan, **flags)
+    spec, unfit = torch_bridge_kernels.checked(q, kv, sinks, topk_idxs, sm_scale, plan, **flags)
     picked = choose(
         "dsv4_sparse_attention",
         backend,
         (q, kv),
         allowed=BACKENDS,
-        kernel_missing=kernel_missing() or _unfit(q, kv),
+        kernel_missing=kernel_missing() or unfit,
         cudnn_missing=torch_bridge_cudnn.missing(q, kv, spec) if backend == "cudnn" else None,
         require_bf16=backend == "auto",
     )
@@ -130,13 +130,6 @@ def dsv4_sparse_attention(
         contract.check_rounding(reference_rounding, backend)
         out, lse = _attend(q, kv, sinks, ids, spec)
     return (out, lse) if return_lse else out
-
-
-def _unfit(q: Any, kv: Any) -> str | None:
-    """Why the kernels cannot take tensors that are valid arguments; what is not valid, the contract refuses."""
-    if library(q) != "torch" or library(kv) != "torch" or q.ndim == 0:
-        return None
-    return contract.kernels_unfit(q, kv)
 
 
 def _plans(picked: str, backend: str, q: torch.Tensor) -> tuple[str, ...]:
