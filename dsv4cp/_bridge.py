@@ -27,7 +27,16 @@ import torch
 
 from . import _arrays, _backend
 from ._arrays import dtype_name, library
-from ._bridge_calls import cast, contiguous, name_of, plain, readable, remembered  # noqa: F401  (handed on)
+from ._bridge_calls import (  # noqa: F401  (handed on)
+    below_autograd,
+    call,
+    cast,
+    contiguous,
+    name_of,
+    plain,
+    readable,
+    remembered,
+)
 
 OPERATORS = torch.library.Library("dsv4", "FRAGMENT")  # the definitions live as long as this object
 
@@ -75,20 +84,6 @@ def missing(backend: str) -> str | None:
 
 # Run, not traced, by torch.compile: what it looks up in sys.modules is no part of a graph.
 torch.compiler.assume_constant_result(_arrays._library_of)
-
-
-def below_autograd() -> Any:
-    """A block in which operators go straight to their kernels: torch's documented way to call oneself from Autograd."""
-    return torch._C._AutoDispatchBelowAutograd()
-
-
-def autograd_is_idle(x: torch.Tensor) -> bool:
-    """Whether an operator may be called on x with below_autograd(), which saves a quarter of the call: eager, no
-    gradient wanted, and neither a tensor subclass, a mode nor a transform of torch.func to see the call."""
-    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or (x.requires_grad and torch.is_grad_enabled()):
-        return False
-    functorch = torch._C._functorch.peek_interpreter_stack()
-    return functorch is None and not torch._C._len_torch_dispatch_stack() and not torch._C._len_torch_function_stack()
 
 
 class _StreamHandle:

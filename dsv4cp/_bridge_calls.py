@@ -1,5 +1,7 @@
-"""What a call of a torch operator costs the host beside its launches, kept small: checks are remembered, tensors are
-copied or wrapped only where something is to be done. A part of _bridge, which hands these names on.
+"""What a call of a torch operator costs the host beside its launches, kept small: checks are remembered, the dispatcher
+is entered below autograd where that has nothing to do, tensors are wrapped or copied only where they must be.
+
+A part of _bridge, which hands these names on.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from ._plan import SparseIndexPlan
 
 MOST_REMEMBERED = 1024  # results of one check
 PLAIN = frozenset((bool, int, str, type(None), torch.dtype, torch.device))  # types whose equal values are the same
+TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))  # types that are no more than their metadata says
 _UNKNOWN = object()
 
 P = ParamSpec("P")
@@ -59,7 +62,7 @@ def _key(values: tuple[Any, ...]) -> tuple[Any, ...]:
     key: list[Any] = []
     for x in values:
         kind = type(x)
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
+        if kind in TENSORS:
             key += (x.shape, x.dtype, x.layout, x.device)
         elif kind in PLAIN:
             key += (kind, x)  # True is 1, but not of its type
@@ -72,6 +75,39 @@ def _key(values: tuple[Any, ...]) -> tuple[Any, ...]:
         else:
             raise TypeError(f"a {kind.__name__} is not told by its metadata")
     return tuple(key)
+
+
+# --- The way to an operator ------------------------------------------------------------------------------
+
+
+def below_autograd() -> Any:
+    """A block in which operators go straight to their kernels: torch's documented way to call oneself from Autograd."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def autograd_is_idle(*args: Any) -> bool:
+    """Whether an operator may be called on these arguments with below_autograd(): eager, no gradient wanted, and
+    neither a tensor subclass, a mode nor a transform of torch.func to see the call."""
+    if torch.compiler.is_compiling():
+        return False
+    wanted = torch.is_grad_enabled()
+    for x in args:
+        kind = type(x)
+        if kind in TENSORS:
+            if wanted and x.requires_grad:
+                return False
+        elif kind is not float and kind not in PLAIN:
+            return False
+    functorch = torch._C._functorch.peek_interpreter_stack()
+    return functorch is None and not torch._C._len_torch_dispatch_stack() and not torch._C._len_torch_function_stack()
+
+
+def call(operator: Any, *args: Any) -> Any:
+    """operator(*args), by the way below autograd where that is idle: 8 us less of 20, a call of sparse attention."""
+    if autograd_is_idle(*args):
+        with below_autograd():
+            return operator(*args)
+    return operator(*args)
 
 
 # --- Tensors that kernels read by pointer ----------------------------------------------------------------

@@ -49,12 +49,17 @@ class Limits(NamedTuple):
 
 def limits(spec: Spec, causal: bool = True) -> Limits:
     """The causal rule (query_start + i + 1) // compress_ratio in numbers of 32 bits; every entry unless `causal`."""
-    before, phase = divmod(spec.query_start + 1, spec.compress_ratio)
-    if not causal or before >= spec.entries:
-        return Limits(spec.entries, 0, 1)
-    if spec.compress_ratio < 2**31:
-        return Limits(before, phase, spec.compress_ratio)
-    to_next = spec.compress_ratio - phase  # fewer than 2^31 queries meet one more entry at most
+    return _limits(spec.query_start, spec.compress_ratio, spec.entries, causal)
+
+
+@functools.lru_cache(maxsize=1024)
+def _limits(query_start: int, ratio: int, entries: int, causal: bool) -> Limits:
+    before, phase = divmod(query_start + 1, ratio)
+    if not causal or before >= entries:
+        return Limits(entries, 0, 1)
+    if ratio < 2**31:
+        return Limits(before, phase, ratio)
+    to_next = ratio - phase  # fewer than 2^31 queries meet one more entry at most
     return Limits(before, max(0, 2**31 - to_next), 2**31)
 
 
@@ -108,18 +113,8 @@ def launch_scores(
     shared = {
         "weights": weights.address,
         "out": out,
-        "w_stride_b": np.int64(weights.strides[0]),
-        "w_stride_s": np.int64(weights.strides[1]),
-        "w_stride_h": np.int64(weights.strides[2]),
-        "before": np.uint32(visible.before),
-        "phase": np.uint32(visible.phase),
-        "ratio": np.uint32(visible.ratio),
-        "queries": np.int32(spec.queries),
-        "heads": np.int32(spec.heads),
-        "entries": np.int32(spec.entries),
-        "weight_type": np.int32(WEIGHT_TYPES[weights.dtype]),
-        "fill": np.int32(fill),
         "scale": np.float32(spec.softmax_scale),
+        **_numbers(weights.strides, weights.dtype, visible, spec.queries, spec.heads, spec.entries, fill),
     }
     device = cupy.cuda.runtime.getDevice()
     if forced_path != "portable" and cuda_sm90.is_hopper(device):
@@ -144,6 +139,26 @@ def launch_scores(
         block_queries=np.int32(block_queries),
         **shared,
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def _numbers(
+    strides: tuple[int, ...], dtype: str, visible: Limits, queries: int, heads: int, entries: int, fill: bool
+) -> dict[str, Any]:
+    """What both kernels are told of the weights and sizes; kept, since making eleven NumPy scalars takes longer."""
+    return {
+        "w_stride_b": np.int64(strides[0]),
+        "w_stride_s": np.int64(strides[1]),
+        "w_stride_h": np.int64(strides[2]),
+        "before": np.uint32(visible.before),
+        "phase": np.uint32(visible.phase),
+        "ratio": np.uint32(visible.ratio),
+        "queries": np.int32(queries),
+        "heads": np.int32(heads),
+        "entries": np.int32(entries),
+        "weight_type": np.int32(WEIGHT_TYPES[dtype]),
+        "fill": np.int32(fill),
+    }
 
 
 def _block_queries(rows: int, queries: int, multiprocessors: int) -> int:

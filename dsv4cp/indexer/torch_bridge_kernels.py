@@ -13,19 +13,30 @@ import torch
 
 from .. import _bridge
 from . import contract, contract_kernels, reference, torch_bridge_topk
+from .contract import Spec
+
+
+@_bridge.remembered
+def checked(
+    q: Any, pooled_kv: Any, weights: Any, compress_ratio: Any, softmax_scale: Any, query_start: Any = 0,
+    query_total_len: Any = None,
+) -> tuple[Spec, str | None]:  # fmt: skip
+    """The Spec of a call, and why the CUDA kernels cannot take its tensors (None: they can)."""
+    spec = contract.check_scores(q, pooled_kv, weights, compress_ratio, softmax_scale, query_start, query_total_len)
+    return spec, contract_kernels.unfit(q, pooled_kv, weights)
 
 
 def _cuda_scores(
     q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor, compress_ratio: int, softmax_scale: float,
     query_start: int,
 ) -> torch.Tensor:  # fmt: skip
-    spec = contract.check_scores(q, pooled_kv, weights, compress_ratio, softmax_scale, query_start)
-    if contract_kernels.unfit(q, pooled_kv, weights) is not None:
+    spec, unfit = checked(q, pooled_kv, weights, compress_ratio, softmax_scale, query_start)
+    if unfit is not None:
         return reference.scores(q, pooled_kv, weights, spec)
     from . import cuda_scores
 
-    q, pooled_kv = _readable(q), _readable(pooled_kv)
-    weights = weights.detach().resolve_neg()
+    aligned = cuda_scores.aligned
+    q, pooled_kv, weights = _bridge.readable(q, aligned), _bridge.readable(pooled_kv, aligned), _bridge.plain(weights)
     out = torch.empty((spec.batch, spec.queries, spec.entries), dtype=torch.float32, device=q.device)
     with _bridge.on_stream_of(q) as stream:
         cuda_scores.launch_scores(
@@ -106,18 +117,10 @@ def _differentiated(
     return tuple(next(grads) if x.requires_grad else None for x in leaves)
 
 
-def _readable(x: torch.Tensor) -> torch.Tensor:
-    """x itself where the kernels can read it, else a contiguous copy."""
-    from .cuda_scores import aligned
-
-    x = x.detach().resolve_neg()
-    return x if aligned(x.data_ptr(), tuple(x.shape), x.stride()) else x.clone(memory_format=torch.contiguous_format)
-
-
 def _operand(x: torch.Tensor) -> Any:
     from .cuda_scores import Operand
 
-    return Operand(x.data_ptr(), str(x.dtype).removeprefix("torch."), x.stride())
+    return Operand(x.data_ptr(), _bridge.name_of(x.dtype), x.stride())
 
 
 _INPUTS = "Tensor q, Tensor pooled_kv, Tensor weights, int compress_ratio, float softmax_scale, int query_start"

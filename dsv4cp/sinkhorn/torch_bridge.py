@@ -53,10 +53,7 @@ def dsv4_sinkhorn_normalize(
         kernel_missing=kernel_missing() or (None if spec is None else contract.kernels_unfit(spec)),
     )
     if picked == "tilelang" and spec is not None:
-        if _bridge.autograd_is_idle(x):
-            with _bridge.below_autograd():
-                return NORMALIZE(x, spec.repeat, spec.eps)
-        return NORMALIZE(x, spec.repeat, spec.eps)
+        return _bridge.call(NORMALIZE, x, spec.repeat, spec.eps)
     return sinkhorn_normalize_torch(x, repeat, eps)
 
 

@@ -100,8 +100,9 @@ def dsv4_sparse_attention(
     pass of "tilelang" with backward_impl "deterministic" ValueError for a cap below one step, RuntimeError where torch
     would differentiate the reference. On Hopper "cudnn" with a gradient wanted has no "deterministic": a RuntimeError.
     """
-    flags = {"reference_rounding": reference_rounding, "all_rows_nonempty": all_rows_nonempty, "return_lse": return_lse}
-    spec, unfit = torch_bridge_kernels.checked(q, kv, sinks, topk_idxs, sm_scale, plan, **flags)
+    spec, unfit = torch_bridge_kernels.checked(
+        q, kv, sinks, topk_idxs, sm_scale, plan, reference_rounding, all_rows_nonempty, return_lse
+    )
     picked = choose(
         "dsv4_sparse_attention",
         backend,
@@ -118,14 +119,14 @@ def dsv4_sparse_attention(
         if torch.is_grad_enabled() and (q.requires_grad or kv.requires_grad or sinks.requires_grad):
             contract_cudnn.require_order(backward_impl, generation)
         laid, fixed = contract_cudnn.ids(plan, topk_idxs, spec), backward_impl == "deterministic"
-        out, lse = torch_bridge_cudnn_ops.ATTEND(
-            q, kv, sinks, *laid, spec.scale, bool(all_rows_nonempty), fixed, cap
-        )  # fmt: skip
+        options = spec.scale, bool(all_rows_nonempty), fixed, cap
+        out, lse = _bridge.call(torch_bridge_cudnn_ops.ATTEND, q, kv, sinks, *laid, *options)
         return (out, lse) if return_lse else out
     ids = contract.plan_ids(plan, topk_idxs, _plans(picked, backend, q), spec)
     if picked == "tilelang":
         fixed = backward_impl == "deterministic"
-        out, lse = torch_bridge_kernels.ATTEND(q, kv, sinks, ids, spec.scale, bool(reference_rounding), fixed, cap)
+        options = spec.scale, bool(reference_rounding), fixed, cap
+        out, lse = _bridge.call(torch_bridge_kernels.ATTEND, q, kv, sinks, ids, *options)
     else:
         contract.check_rounding(reference_rounding, backend)
         out, lse = _attend(q, kv, sinks, ids, spec)

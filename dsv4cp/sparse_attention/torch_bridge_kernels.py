@@ -18,9 +18,11 @@ from .contract import Spec
 
 @_bridge.remembered
 def checked(
-    q: Any, kv: Any, sinks: Any, topk_idxs: Any, sm_scale: Any, plan: Any = None, **flags: Any
-) -> tuple[Spec, str | None]:
+    q: Any, kv: Any, sinks: Any, topk_idxs: Any, sm_scale: Any, plan: Any = None, reference_rounding: Any = False,
+    all_rows_nonempty: Any = False, return_lse: Any = False,
+) -> tuple[Spec, str | None]:  # fmt: skip
     """The Spec of a forward call, and why the CUDA kernels cannot take its tensors (None: they can)."""
+    flags = {"reference_rounding": reference_rounding, "all_rows_nonempty": all_rows_nonempty, "return_lse": return_lse}
     spec = contract.check(q, kv, sinks, topk_idxs, sm_scale, plan=plan, **flags)
     return spec, contract.kernels_unfit(q, kv)
 
