@@ -166,12 +166,15 @@ def real_number(name: str, value: Any) -> float:
 
 def whole_number(name: str, value: Any, *, minimum: int = 0, maximum: int | None = None) -> int:
     """A Python int from any integer scalar on the host within [minimum, maximum]."""
-    if isinstance(value, (bool, np.bool_)) or (library(value) not in (None, "numpy")):
+    if type(value) is int:
+        number = value
+    elif isinstance(value, (bool, np.bool_)) or (library(value) not in (None, "numpy")):
         raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
-    try:
-        number = operator.index(value)
-    except TypeError as error:
-        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from error
+    else:
+        try:
+            number = operator.index(value)
+        except TypeError as error:
+            raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from error
     if number < minimum:
         raise ValueError(f"{name}: expected an integer of at least {minimum}, got {number}")
     if maximum is not None and number > maximum:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -40,7 +40,7 @@ def remembered(check: Callable[P, T]) -> Callable[P, T]:
             return check(*args, **kwargs)
         key: tuple[Any, ...] | None
         try:
-            key = (*_key(args), _UNKNOWN, *_key(tuple(kwargs.items()))) if kwargs else _key(args)
+            key = (*_key(args), *kwargs, _UNKNOWN, *_key(kwargs.values())) if kwargs else _key(args)
             result = known.get(key, _UNKNOWN)
         except (TypeError, RuntimeError):  # another type; sizes that have no hash; a nested tensor, which has no sizes
             key = None
@@ -57,7 +57,7 @@ def remembered(check: Callable[P, T]) -> Callable[P, T]:
     return checked
 
 
-def _key(values: tuple[Any, ...]) -> tuple[Any, ...]:
+def _key(values: Iterable[Any]) -> tuple[Any, ...]:
     """Everything that a check may look at; TypeError for values of other types."""
     key: list[Any] = []
     for x in values:
@@ -68,8 +68,6 @@ def _key(values: tuple[Any, ...]) -> tuple[Any, ...]:
             key += (kind, x)  # True is 1, but not of its type
         elif kind is float:
             key += (kind, x or repr(x))  # -0.0 equals 0.0, but scales otherwise
-        elif kind is tuple:
-            key += (kind, len(x), *_key(x))
         elif kind is SparseIndexPlan:
             key += (kind, *_key((x.backend, x.indices, x.topk_length, x.valid_rows, x.kv_sequence)))
         else:

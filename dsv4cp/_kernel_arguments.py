@@ -38,6 +38,15 @@ def plain_type(parameter: Parameter, address: type = int) -> type:
     return bytes if parameter.kind is np.void else parameter.kind or address
 
 
+@functools.lru_cache(maxsize=1024)
+def constants(*arrays: tuple[str, str, tuple[int, ...]], **numbers: int) -> dict[str, Any]:
+    """Strides of arrays, each (name, letters of its axes, strides), and 32-bit numbers, as the NumPy scalars that
+    kernels are told: {name}_stride_{axis} int64, numbers int32. Kept, since making ten of them takes longer."""
+    steps = [(name, axis, step) for name, axes, of in arrays for axis, step in zip(axes, of, strict=False)]
+    strides = {f"{name}_stride_{axis}": np.int64(step) for name, axis, step in steps}
+    return strides | {name: np.int32(n) for name, n in numbers.items()}
+
+
 def float32(number: float) -> np.float32:
     """A parameter's value, infinite beyond float32."""
     if abs(number) <= FLOAT32_MAX:

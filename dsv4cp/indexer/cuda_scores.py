@@ -16,6 +16,7 @@ import numpy as np
 
 from .. import _kernels
 from .._arrays import dtype_name, element_strides
+from .._kernel_arguments import constants
 from . import cuda_sm90
 from .contract import Spec
 
@@ -114,8 +115,14 @@ def launch_scores(
         "weights": weights.address,
         "out": out,
         "scale": np.float32(spec.softmax_scale),
-        **_numbers(weights.strides, weights.dtype, visible, spec.queries, spec.heads, spec.entries, fill),
-    }
+        "before": np.uint32(visible.before),
+        "phase": np.uint32(visible.phase),
+        "ratio": np.uint32(visible.ratio),
+        **constants(
+            ("w", "bsh", weights.strides), queries=spec.queries, heads=spec.heads, entries=spec.entries,
+            weight_type=WEIGHT_TYPES[weights.dtype], fill=fill,
+        ),
+    }  # fmt: skip
     device = cupy.cuda.runtime.getDevice()
     if forced_path != "portable" and cuda_sm90.is_hopper(device):
         if cuda_sm90.launch(q, k, shared, spec, visible, device, stream):
@@ -131,34 +138,9 @@ def launch_scores(
         stream=stream,
         q=q.address,
         k=k.address,
-        q_stride_b=np.int64(q.strides[0]),
-        q_stride_s=np.int64(q.strides[1]),
-        q_stride_h=np.int64(q.strides[2]),
-        k_stride_b=np.int64(k.strides[0]),
-        k_stride_p=np.int64(k.strides[1]),
-        block_queries=np.int32(block_queries),
+        **constants(("q", "bsh", q.strides), ("k", "bp", k.strides), block_queries=block_queries),
         **shared,
     )
-
-
-@functools.lru_cache(maxsize=1024)
-def _numbers(
-    strides: tuple[int, ...], dtype: str, visible: Limits, queries: int, heads: int, entries: int, fill: bool
-) -> dict[str, Any]:
-    """What both kernels are told of the weights and sizes; kept, since making eleven NumPy scalars takes longer."""
-    return {
-        "w_stride_b": np.int64(strides[0]),
-        "w_stride_s": np.int64(strides[1]),
-        "w_stride_h": np.int64(strides[2]),
-        "before": np.uint32(visible.before),
-        "phase": np.uint32(visible.phase),
-        "ratio": np.uint32(visible.ratio),
-        "queries": np.int32(queries),
-        "heads": np.int32(heads),
-        "entries": np.int32(entries),
-        "weight_type": np.int32(WEIGHT_TYPES[dtype]),
-        "fill": np.int32(fill),
-    }
 
 
 def _block_queries(rows: int, queries: int, multiprocessors: int) -> int:

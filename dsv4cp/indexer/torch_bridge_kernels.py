@@ -7,6 +7,7 @@ masked to -inf where an entry is not finished, and the gradient ignores what com
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -26,6 +27,13 @@ def checked(
     return spec, contract_kernels.unfit(q, pooled_kv, weights)
 
 
+@functools.cache  # an import statement in each call takes half a microsecond
+def _launches() -> Any:
+    from . import cuda_scores
+
+    return cuda_scores
+
+
 def _cuda_scores(
     q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor, compress_ratio: int, softmax_scale: float,
     query_start: int,
@@ -33,16 +41,13 @@ def _cuda_scores(
     spec, unfit = checked(q, pooled_kv, weights, compress_ratio, softmax_scale, query_start)
     if unfit is not None:
         return reference.scores(q, pooled_kv, weights, spec)
-    from . import cuda_scores
-
-    aligned = cuda_scores.aligned
-    q, pooled_kv, weights = _bridge.readable(q, aligned), _bridge.readable(pooled_kv, aligned), _bridge.plain(weights)
+    cuda = _launches()
+    q, pooled_kv = _bridge.readable(q, cuda.aligned), _bridge.readable(pooled_kv, cuda.aligned)
+    weights = _bridge.plain(weights)
     out = torch.empty((spec.batch, spec.queries, spec.entries), dtype=torch.float32, device=q.device)
     with _bridge.on_stream_of(q) as stream:
-        cuda_scores.launch_scores(
-            _operand(q), _operand(pooled_kv), _operand(weights), out.data_ptr(), spec, cuda_scores.limits(spec),
-            stream=stream,
-        )  # fmt: skip
+        operands = _operand(q), _operand(pooled_kv), _operand(weights)
+        cuda.launch_scores(*operands, out.data_ptr(), spec, cuda.limits(spec), stream=stream)
     return out
 
 
@@ -118,9 +123,7 @@ def _differentiated(
 
 
 def _operand(x: torch.Tensor) -> Any:
-    from .cuda_scores import Operand
-
-    return Operand(x.data_ptr(), _bridge.name_of(x.dtype), x.stride())
+    return _launches().Operand(x.data_ptr(), _bridge.name_of(x.dtype), x.stride())
 
 
 _INPUTS = "Tensor q, Tensor pooled_kv, Tensor weights, int compress_ratio, float softmax_scale, int query_start"

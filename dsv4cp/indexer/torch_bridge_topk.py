@@ -9,6 +9,7 @@ do not depend on any order.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -45,14 +46,20 @@ def _checked_dense_grad(
     return spec, contract_grad.kernels_unfit(q, pooled_kv, weights, grad_scores)
 
 
+@functools.cache  # an import statement in each call takes half a microsecond
+def _launches() -> Any:
+    from . import cuda_grad_launch
+
+    return cuda_grad_launch
+
+
 def _cuda_scores(
     q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor, topk_indices: torch.Tensor, softmax_scale: float
 ) -> torch.Tensor:
     spec, unfit = checked(q, pooled_kv, weights, topk_indices, 1, softmax_scale)
     if unfit is not None:
         return reference.topk_scores(q, pooled_kv, weights, topk_indices, spec)
-    from . import cuda_grad_launch as cuda
-
+    cuda = _launches()
     read = _read(q, pooled_kv, weights, topk_indices)
     out = torch.empty(topk_indices.shape, dtype=torch.float32, device=q.device)
     with _bridge.on_stream_of(q) as stream:
@@ -67,8 +74,7 @@ def _cuda_grad(
     spec, unfit = _checked_grad(grad_scores, q, pooled_kv, weights, topk_indices, softmax_scale)
     if unfit is not None:
         return reference.topk_scores_grad(grad_scores, q, pooled_kv, weights, topk_indices, spec)
-    from . import cuda_grad_launch as cuda
-
+    cuda = _launches()
     passes = cuda.plan(spec, torch.are_deterministic_algorithms_enabled(), contract_grad.WORKSPACE_BYTES)
     read = _read(q, pooled_kv, weights, topk_indices)
     grads = _empty_like(q, pooled_kv, weights)
@@ -90,8 +96,7 @@ def cuda_dense_grad(
     )  # fmt: skip
     if unfit is not None:
         return reference.scores_grad(grad_scores, q, pooled_kv, weights, spec)
-    from . import cuda_grad_launch as cuda
-
+    cuda = _launches()
     read = _read(q, pooled_kv, weights)
     grads = _empty_like(q, pooled_kv, weights)
     workspace = torch.empty(cuda.dense_workspace_bytes(spec), dtype=torch.uint8, device=q.device)
@@ -169,16 +174,14 @@ def _differentiated(
 
 def _read(q: torch.Tensor, pooled_kv: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """What the kernels read: the tensors themselves where they can, else contiguous copies."""
-    from .cuda_grad_launch import aligned
-
+    aligned = _launches().aligned
     return (_bridge.readable(q, aligned), _bridge.readable(pooled_kv, aligned), *map(_bridge.contiguous, others))
 
 
 def _operands(*tensors: torch.Tensor | None) -> Any:
-    from .cuda_grad_launch import Operand, Operands
-
-    read = (None if x is None else Operand(x.data_ptr(), _bridge.name_of(x.dtype), x.stride()) for x in tensors)
-    return Operands(*read)  # type: ignore[arg-type]
+    cuda = _launches()
+    read = [None if x is None else cuda.Operand(x.data_ptr(), _bridge.name_of(x.dtype), x.stride()) for x in tensors]
+    return cuda.Operands(*read)
 
 
 def _empty_like(q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 
 from .. import _kernels
 from .._arrays import dtype_name, element_strides
-from .._kernel_arguments import float32
+from .._kernel_arguments import constants, float32
 from . import cuda_sm90
 from .contract import Spec
 
@@ -112,29 +112,17 @@ def launch_forward(
         "ids": ids,
         "out": out,
         "lse": lse,
-        **_numbers(tuple(q_strides), tuple(kv_strides), spec.queries, spec.heads, spec.keys, spec.slots),
+        **constants(
+            ("q", "bsh", q_strides), ("kv", "bk", kv_strides),
+            queries=spec.queries, heads=spec.heads, keys=spec.keys, slots=spec.slots,
+        ),
         "scale": float32(spec.scale if reference_rounding else spec.scale * LOG2E),  # unless exponentials are natural
-    }
+    }  # fmt: skip
     device = cupy.cuda.runtime.getDevice()
     hopper = forced_path != "portable" and cuda_sm90.takes(spec, reference_rounding, device)
     if hopper and cuda_sm90.launch(arguments, spec, q_strides, dtype, device, stream):
         return
     _launch_portable(arguments, spec, dtype, reference_rounding, stream)
-
-
-@functools.lru_cache(maxsize=1024)
-def _numbers(
-    q_strides: tuple[int, ...], kv_strides: tuple[int, ...], queries: int, heads: int, keys: int, slots: int
-) -> dict[str, Any]:
-    """What both kernels are told of strides and sizes; kept, since making ten NumPy scalars takes longer."""
-    return {
-        **{f"q_stride_{axis}": np.int64(step) for axis, step in zip("bsh", q_strides, strict=False)},
-        **{f"kv_stride_{axis}": np.int64(step) for axis, step in zip("bk", kv_strides, strict=False)},
-        "queries": np.int32(queries),
-        "heads": np.int32(heads),
-        "keys": np.int32(keys),
-        "slots": np.int32(slots),
-    }
 
 
 def _launch_portable(arguments: dict[str, Any], spec: Spec, dtype: str, reference_rounding: bool, stream: Any) -> None:

@@ -32,7 +32,7 @@ import numpy as np
 
 from .. import _kernels
 from .._arrays import dtype_name, element_strides
-from .._kernel_arguments import float32
+from .._kernel_arguments import constants, float32
 from . import contract, cuda, cuda_bwd_mma, cuda_bwd_sm90
 from .contract import Spec
 from .cuda_bwd_mma import ELEMENTS
@@ -161,9 +161,9 @@ def _prep(
         delta=at["delta"],
         key_part=at["key_part"],
         rest=at["rest"],
-        **{f"{name}_stride_{'bsh'[n]}": np.int64(of[n]) for name, of in strides.items() for n in range(3)},
-        queries=np.int32(spec.queries),
-        heads=np.int32(spec.heads),
+        **constants(
+            *((name, "bsh", of) for name, of in strides.items()), queries=spec.queries, heads=spec.heads
+        ),
         scale=float32(spec.scale),
         **stream,
     )

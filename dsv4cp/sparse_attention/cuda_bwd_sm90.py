@@ -9,10 +9,8 @@ import functools
 import math
 from typing import Any
 
-import numpy as np
-
 from .. import _kernels
-from .._kernel_arguments import float32
+from .._kernel_arguments import constants, float32
 from .contract import Spec
 from .cuda_sm90 import DIM, ELEMENTS, MOST_ITEMS, _is_hopper, _multiprocessors, tensor_map
 
@@ -106,25 +104,19 @@ def launch(
         grad_q=grad_q,
         sums=sums,
         exponents=exponents,
-        kv_stride_b=np.int64(kv_strides[0]),
-        kv_stride_k=np.int64(kv_strides[1]),
-        items=np.int32(items),
-        queries=np.int32(spec.queries),
-        heads=np.int32(spec.heads),
-        keys=np.int32(spec.keys),
-        slots=np.int32(spec.slots),
-        key_first=np.int32(key_first),
-        key_last=np.int32(key_last),
-        parts=np.int32(parts),
+        **constants(
+            ("kv", "bk", kv_strides), items=items, queries=spec.queries, heads=spec.heads, keys=spec.keys,
+            slots=spec.slots, key_first=key_first, key_last=key_last, parts=parts,
+        ),
         scale=float32(spec.scale),
         scale2=float32(spec.scale * math.log2(math.e)),
-    )
+    )  # fmt: skip
     return True
 
 
 def _map(address: int, strides: tuple[int, ...], spec: Spec, dtype: str) -> Any:
     """The tensor map of q, grad_out or out, None where the driver refuses."""
-    return tensor_map(address, (spec.heads, spec.queries, spec.batch), tuple(strides[2::-1]), dtype, BOX_HEADS)
+    return tensor_map(address, (spec.heads, spec.queries, spec.batch), strides[2::-1], dtype, BOX_HEADS)
 
 
 @functools.cache

@@ -51,7 +51,7 @@ def launch(
     if spec.heads <= MOST_FEW:
         _launch_few(arguments, spec, dtype, device, stream)
         return True
-    q_map = tensor_map(arguments["q"], (spec.heads, spec.queries, spec.batch), tuple(q_strides[2::-1]), dtype)
+    q_map = tensor_map(arguments["q"], (spec.heads, spec.queries, spec.batch), q_strides[2::-1], dtype)
     if q_map is None:
         return False
     _kernels.launch(

@@ -6,6 +6,7 @@ tensors, so that a graph captured with the operators runs anywhere.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -40,6 +41,13 @@ def _checked_grad(
     return spec, contract.kernels_unfit(q, kv)
 
 
+@functools.cache  # an import statement in each call takes half a microsecond
+def _launches() -> Any:
+    from . import cuda
+
+    return cuda
+
+
 def _cuda_forward(
     q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor, topk_idxs: torch.Tensor, sm_scale: float,
     reference_rounding: bool, deterministic: bool, workspace_bytes: int,
@@ -47,8 +55,7 @@ def _cuda_forward(
     spec, unfit = checked(q, kv, sinks, topk_idxs, sm_scale)
     if unfit is not None:
         return reference.forward(q, kv, sinks, topk_idxs, spec, reference_rounding)
-    from . import cuda
-
+    cuda = _launches()
     q, kv = _bridge.readable(q, cuda.aligned), _bridge.readable(kv, cuda.aligned)
     sinks, ids = _bridge.contiguous(_bridge.cast(sinks, torch.float32)), _bridge.contiguous(topk_idxs)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -83,8 +90,9 @@ def _cuda_backward(
         return _reference_gradient(
             grad_out, q, kv, sinks, topk_idxs, out, lse, spec, deterministic, workspace_bytes
         )  # fmt: skip
-    from . import cuda, cuda_bwd
+    from . import cuda_bwd
 
+    cuda = _launches()
     plan, float32 = cuda_bwd.layout(spec, deterministic, workspace_bytes), torch.float32
     grad_out, q, kv, out = (_bridge.readable(_bridge.cast(x, q.dtype), cuda.aligned) for x in (grad_out, q, kv, out))
     sinks_, lse = (_bridge.contiguous(_bridge.cast(x, float32)) for x in (sinks, lse))
@@ -108,10 +116,8 @@ def _narrow(ids: torch.Tensor, keys: int, stream: Any) -> torch.Tensor:
     """Contiguous ids as int32: themselves, or a copy after the range check."""
     if ids.dtype == torch.int32:
         return ids
-    from . import cuda
-
     narrow = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
-    cuda.launch_narrow_ids(ids.data_ptr(), narrow.data_ptr(), ids.numel(), keys, stream=stream)
+    _launches().launch_narrow_ids(ids.data_ptr(), narrow.data_ptr(), ids.numel(), keys, stream=stream)
     return narrow
 
 
