@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dsv4cp import _bridge, _bridge_calls
 from dsv4cp._plan import SparseIndexPlan
@@ -181,10 +181,9 @@ def test_an_error_for_another_type_has_no_other_before_it():
 
 
 def test_sizes_that_are_symbols_go_to_the_check(check):
-    sizes = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2)
-    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
-        fake = mode.from_tensor(torch.zeros(5, 7), symbolic_context=sizes)
-        x = torch._to_functional_tensor(fake)
+    symbols = ShapeEnv()
+    with FakeTensorMode(shape_env=symbols):
+        x = torch._to_functional_tensor(torch.empty(symbols.create_unbacked_symint(), 7))
         assert type(x) is torch.Tensor and type(x.shape[0]) is torch.SymInt
         for value in (x, x.shape[0]):
             assert not same(check, (value,), (value,))
