@@ -130,7 +130,12 @@ def element_strides(x: Any) -> tuple[int, ...]:
     address may be null, and a row further along a reversed axis would then lie below 0."""
     if x.size == 0:
         return (*(0,) * (x.ndim - 1), 1)  # what is empty has an axis
-    return tuple(stride // x.itemsize for stride in x.strides)
+    return _in_elements(x.strides, x.itemsize)
+
+
+@functools.lru_cache(maxsize=1024)  # a call on CuPy arrays asks for the strides of every array twice
+def _in_elements(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    return tuple(stride // itemsize for stride in strides)
 
 
 def require_shape(name: str, x: Any, symbols: str, **sizes: int) -> tuple[int, ...]:

@@ -63,15 +63,17 @@ def dsv4_indexer_scores(
     CUDA bfloat16 tensors where they can run, else "torch". query_total_len: length of the whole sequence, at least
     query_start + S.
     """
-    spec, unfit = torch_bridge_kernels.checked(
-        q, pooled_kv, weights, compress_ratio, softmax_scale, query_start, query_total_len
-    )
+    arguments = q, pooled_kv, weights, compress_ratio, softmax_scale, query_start, query_total_len
+    if (unfit := kernel_missing()) is None:
+        spec, unfit = torch_bridge_kernels.checked(*arguments)
+    else:
+        spec = contract.check_scores(*arguments)
     picked = choose(
         "dsv4_indexer_scores",
         backend,
         (q, pooled_kv),
         allowed=BACKENDS,
-        kernel_missing=kernel_missing() or unfit,
+        kernel_missing=unfit,
         require_bf16=backend != "tilelang",
     )
     if picked == "tilelang":
@@ -100,13 +102,17 @@ def dsv4_indexer_topk_scores(
     instead: the same bits every time, at up to twice the time, with 8 E + 4 bytes an entry (within 2 GiB: more take
     several passes). "auto" as in dsv4_indexer_scores.
     """
-    spec, unfit = torch_bridge_topk.checked(q, pooled_kv, weights, topk_indices, compress_ratio, softmax_scale)
+    arguments = q, pooled_kv, weights, topk_indices, compress_ratio, softmax_scale
+    if (unfit := kernel_missing()) is None:
+        spec, unfit = torch_bridge_topk.checked(*arguments)
+    else:
+        spec = contract.check_topk_scores(*arguments)
     picked = choose(
         "dsv4_indexer_topk_scores",
         backend,
         (q, pooled_kv),
         allowed=BACKENDS,
-        kernel_missing=kernel_missing() or unfit,
+        kernel_missing=unfit,
         require_bf16=backend != "tilelang",
     )
     if picked == "tilelang":

@@ -161,9 +161,7 @@ def _prep(
         delta=at["delta"],
         key_part=at["key_part"],
         rest=at["rest"],
-        **constants(
-            *((name, "bsh", of) for name, of in strides.items()), queries=spec.queries, heads=spec.heads
-        ),
+        **constants(*((name, "bsh", of) for name, of in strides.items()), queries=spec.queries, heads=spec.heads),
         scale=float32(spec.scale),
         **stream,
     )

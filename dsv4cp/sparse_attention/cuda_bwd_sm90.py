@@ -79,7 +79,7 @@ def launch(
     if q_map is None or grad_out_map is None:
         return False
     out_map = None if deterministic else _map(out, out_strides, spec, dtype)
-    finds = out_map is not None  # finds_delta
+    finds = out_map is not None  # as finds_delta says
     device = cupy.cuda.runtime.getDevice()
     blocks = 1 if spec.heads <= HEADS else 2
     items = spec.batch * spec.queries * -(-spec.heads // (HEADS * blocks))

@@ -100,15 +100,17 @@ def dsv4_sparse_attention(
     pass of "tilelang" with backward_impl "deterministic" ValueError for a cap below one step, RuntimeError where torch
     would differentiate the reference. On Hopper "cudnn" with a gradient wanted has no "deterministic": a RuntimeError.
     """
-    spec, unfit = torch_bridge_kernels.checked(
-        q, kv, sinks, topk_idxs, sm_scale, plan, reference_rounding, all_rows_nonempty, return_lse
-    )
+    arguments = q, kv, sinks, topk_idxs, sm_scale, plan, reference_rounding, all_rows_nonempty, return_lse
+    if (unfit := kernel_missing()) is None:
+        spec, unfit = torch_bridge_kernels.checked(*arguments)
+    else:
+        spec = torch_bridge_kernels.check(*arguments)
     picked = choose(
         "dsv4_sparse_attention",
         backend,
         (q, kv),
         allowed=BACKENDS,
-        kernel_missing=kernel_missing() or unfit,
+        kernel_missing=unfit,
         cudnn_missing=torch_bridge_cudnn.missing(q, kv, spec) if backend == "cudnn" else None,
         require_bf16=backend == "auto",
     )
