@@ -51,7 +51,11 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         for dim in contract.KERNEL_DIMS
         for bounds in (0, 1)
     ],
-    FINISH: [{"ELEMENT": element, "FIXED": fixed} for element in ELEMENTS.values() for fixed in (0, 1)],
+    FINISH: [
+        {"ELEMENT": element, "FIXED": fixed, "QUADS": quads}
+        for element in ELEMENTS.values()
+        for fixed, quads in ((0, 0), (0, 1), (1, 0))
+    ],
 }
 
 
@@ -79,7 +83,6 @@ def launch_backward(
         _prep(grad_out, q, sinks, out, lse, at, spec, element, strides, deterministic, stream)
     if deterministic:
         _exponents(kv, ids, at, spec, element, kv_strides, stream)
-    finish = _kernels.kernel(FINISH, "sparse_attention_bwd_finish", defines=_finish(element, deterministic))
     per_head, per_row = 4 * spec.queries * spec.heads, 2 * spec.queries * spec.heads * spec.dim
     for b, b_end, key, key_end, parts in passes(spec, plan):
         rows = key_end - key
@@ -108,11 +111,13 @@ def launch_backward(
         }
         more = {"sinks": sinks, "out": out, "lse": lse, "out_strides": out_strides}
         # Refused, if ever, where passes are over single batch rows: sums of fixed order, whose delta prep has found.
-        if main is cuda_bwd_mma or not main.launch(**arguments, **more):
+        hopper = main is cuda_bwd_sm90 and main.launch(**arguments, **more)
+        if not hopper:
             cuda_bwd_mma.launch(**arguments)
         if parts & SUMS:
+            defines = _finish(element, deterministic, quads=hopper and not deterministic)
             _kernels.launch(
-                finish,
+                _kernels.kernel(FINISH, "sparse_attention_bwd_finish", defines=defines),
                 grid=min(-(-(b_end - b) * rows * spec.dim // 8 // 256), MOST_BLOCKS),
                 block=256,
                 sums=at["sums"],
@@ -245,8 +250,8 @@ def _zero(address: int, size: int, stream: dict[str, Any]) -> None:
     )
 
 
-def _finish(element: str, deterministic: bool) -> dict[str, Any]:
-    return {"ELEMENT": element, "FIXED": int(deterministic)}
+def _finish(element: str, deterministic: bool, quads: bool = False) -> dict[str, Any]:
+    return {"ELEMENT": element, "FIXED": int(deterministic), "QUADS": int(quads)}
 
 
 def _float32(scale: float) -> np.float32:
