@@ -53,7 +53,11 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         for dim in contract.KERNEL_DIMS
         for bounds in (0, 1)
     ],
-    FINISH: [{"ELEMENT": element, "FIXED": fixed} for element in ELEMENTS.values() for fixed in (0, 1)],
+    FINISH: [
+        {"ELEMENT": element, "FIXED": fixed, "QUADS": quads}
+        for element in ELEMENTS.values()
+        for fixed, quads in ((0, 0), (0, 1), (1, 0))
+    ],
 }
 
 
@@ -81,7 +85,6 @@ def launch_backward(
         _prep(grad_out, q, sinks, out, lse, at, spec, element, strides, deterministic, stream)
     if deterministic:
         _exponents(kv, ids, at, spec, element, kv_strides, stream)
-    finish = _finish_kernel("sparse_attention_bwd_finish", element, deterministic)
     per_head, per_row = 4 * spec.queries * spec.heads, 2 * spec.queries * spec.heads * spec.dim
     for b, b_end, key, key_end, parts in passes(spec, plan):
         rows = key_end - key
@@ -110,11 +113,13 @@ def launch_backward(
         }
         more = {"sinks": sinks, "out": out, "lse": lse, "out_strides": out_strides}
         # Refused, if ever, where passes are over single batch rows: sums of fixed order, whose delta prep has found.
-        if main is cuda_bwd_mma or not main.launch(**arguments, **more):
+        hopper = main is cuda_bwd_sm90 and main.launch(**arguments, **more)
+        if not hopper:
             cuda_bwd_mma.launch(**arguments)
         if parts & SUMS:
+            quads = hopper and not deterministic
             _kernels.launch(
-                finish,
+                _finish_kernel("sparse_attention_bwd_finish", element, deterministic, quads),
                 grid=min(-(-(b_end - b) * rows * spec.dim // 8 // 256), MOST_BLOCKS),
                 block=256,
                 sums=at["sums"],
@@ -249,8 +254,9 @@ def _prep_kernel(function: str, element: str, dim: int, bounds: bool) -> _kernel
 
 
 @functools.cache
-def _finish_kernel(function: str, element: str, fixed: bool) -> _kernels.Kernel:
-    return _kernels.kernel(FINISH, function, defines={"ELEMENT": element, "FIXED": int(fixed)})
+def _finish_kernel(function: str, element: str, fixed: bool, quads: bool = False) -> _kernels.Kernel:
+    defines = {"ELEMENT": element, "FIXED": int(fixed), "QUADS": int(quads)}
+    return _kernels.kernel(FINISH, function, defines=defines)
 
 
 # --- CuPy arrays ---------------------------------------------------------------------------------------
