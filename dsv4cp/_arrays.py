@@ -172,7 +172,7 @@ def real_number(name: str, value: Any) -> float:
 def whole_number(name: str, value: Any, *, minimum: int = 0, maximum: int | None = None) -> int:
     """A Python int from any integer scalar on the host within [minimum, maximum]."""
     if type(value) is int:
-        number = value
+        number = operator.index(value)  # of a size that torch.compile has made a symbol, its number
     elif isinstance(value, (bool, np.bool_)) or (library(value) not in (None, "numpy")):
         raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
     else:

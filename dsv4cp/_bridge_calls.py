@@ -7,7 +7,6 @@ A part of _bridge, which hands these names on.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
@@ -32,7 +31,6 @@ def remembered(check: Callable[P, T]) -> Callable[P, T]:
     every call that torch.compile traces, which allows no module state. What `check` raises is not kept.
     """
     known: dict[tuple[Any, ...] | None, Any] = {}
-    filling = threading.Lock()
 
     @functools.wraps(check)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -42,13 +40,15 @@ def remembered(check: Callable[P, T]) -> Callable[P, T]:
         try:
             key = (*_key(args), *kwargs, _UNKNOWN, *_key(kwargs.values())) if kwargs else _key(args)
             result = known.get(key, _UNKNOWN)
-        except (TypeError, RuntimeError):  # another type; sizes that have no hash; a nested tensor, which has no sizes
-            key = None
+        except (TypeError, RuntimeError, AttributeError):
+            key = None  # another type; sizes without a hash; a nested tensor, which has none; a plan without fields
         if key is None:
             return check(*args, **kwargs)
         if result is _UNKNOWN:
             result = check(*args, **kwargs)
-            with filling:
+            if torch._C._get_tracing_state() is None:  # torch.jit.trace makes tensors of sizes: equal to no others
+                # No lock: a destructor or signal handler that calls in between would wait for its own thread. Threads
+                # that fill at the same time may leave some more than the most.
                 if len(known) >= MOST_REMEMBERED:
                     known.clear()
                 known[key] = result
