@@ -65,6 +65,11 @@ def _device(lib: str, x: Any) -> Any:
     return "cpu" if lib == "numpy" else x.device if lib in WRAPPED else compat.device(x)
 
 
+def device_of(x: Any) -> Any:
+    """Device of an array, as its library names it."""
+    return _device(library(x) or "", x)
+
+
 def facts(**arrays: Any) -> ArrayFacts:
     """Library, namespace and device shared by the given arrays; None values are absent arguments.
 
@@ -219,19 +224,19 @@ def add_rows(xp: Any, total: Any, ids: Any, values: Any) -> Any:
     if total.shape[0] == 0 or ids.shape[0] == 0:
         return total
     valid = (ids >= 0) & (ids < total.shape[0])
-    if compat.is_numpy_array(total):
+    if library(total) == "numpy":
         _add_rows_numpy(total, ids, values, valid)
         return total
     ids = xp.where(valid, ids, 0)
     values = xp.where(valid[:, None], values, 0.0)
-    if compat.is_cupy_array(total):
+    if library(total) == "cupy":
         import cupy
 
         cupy.add.at(total, ids, values)
         return total
-    if compat.is_torch_array(total):
+    if library(total) == "torch":
         return total.index_add(0, ids, values)
-    rows = xp.arange(total.shape[0], dtype=ids.dtype, device=compat.device(total))
+    rows = xp.arange(total.shape[0], dtype=ids.dtype, device=device_of(total))
     one_hot = xp.astype((rows[:, None] == ids[None, :]) & valid[None, :], values.dtype)
     finite = xp.isfinite(values)
     total = total + one_hot @ xp.where(finite, values, 0.0)

@@ -6,6 +6,10 @@ results, autograd, schemas) is checked here as well.
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -127,6 +131,28 @@ def test_one_graph_forward_and_backward(name):
             check_close(g, w, "attention_grad", like=w)
         else:
             check_equal(g, w)
+
+
+AFTER_ANOTHER = """
+import sys
+import torch
+f = torch.compile(lambda x, n: x * n, fullgraph=True, backend="eager")
+f(torch.ones(3), 1), f(torch.ones(5), 2)
+from tests.test_torch_compile import CALLS
+for name, (function, make) in CALLS.items():
+    torch._dynamo.reset()
+    try:
+        torch.compile(function, fullgraph=True, backend="eager")(*make())
+    except Exception as error:
+        print(f"{name}: {type(error).__name__}: {str(error)[:200]}")
+"""
+
+
+def test_one_graph_after_another_program_was_compiled():
+    """What torch.compile traces must not look into sys.modules: that grows while torch wraps it, and tracing fails."""
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", AFTER_ANOTHER], cwd=root, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr[-2000:]
 
 
 def test_every_function_of_torch_ops_is_here():

@@ -15,9 +15,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import array_api_compat as compat
-
-from .._arrays import add_rows, cast, quiet
+from .._arrays import add_rows, cast, library, quiet
 from .contract import ExtractSpec, SlotsSpec, Spec
 
 CHUNK_BYTES = 8 * 2**20  # temporaries of one chunk of queries: small enough for a CPU cache
@@ -30,7 +28,7 @@ SLOT_BLOCK = 1024
 
 def relu(xp: Any, x: Any) -> Any:
     """max(x, 0), NaN kept. torch gives half a gradient at the tie of maximum, so it gets a where."""
-    if compat.is_torch_array(x):
+    if library(x) == "torch":
         return xp.where(x <= 0, 0.0, x)
     return xp.maximum(x, 0.0)
 

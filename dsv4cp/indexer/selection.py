@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import array_api_compat as compat
 import numpy as np
 
-from .._arrays import cast, quiet
+from .._arrays import cast, device_of, library, quiet
 from .contract import LARGEST_POSITION, SelectSpec, TopkSpec
 from .reference import Causal, itemsize, score_rows, steps
 
@@ -25,7 +24,7 @@ BYTES_PER_SCORE = 36  # more than best_of_rows holds at once for each float32 sc
 def best_of_rows(xp: Any, scores: Any, topk: int, order: str) -> tuple[Any, Any]:
     """Ids int32 and scores of the best `topk` entries of each row: [N, P] -> two [N, topk]."""
     rows, entries = scores.shape
-    device = compat.device(scores)
+    device = device_of(scores)
     width = min(topk, entries)
     if width == 0 or rows == 0:
         return (
@@ -33,7 +32,7 @@ def best_of_rows(xp: Any, scores: Any, topk: int, order: str) -> tuple[Any, Any]
             xp.full((rows, topk), -xp.inf, dtype=scores.dtype, device=device),
         )
     clean = xp.where(xp.isnan(scores), -xp.inf, scores)
-    if compat.is_numpy_array(scores) and scores.dtype == np.float32:
+    if library(scores) == "numpy" and scores.dtype == np.float32:
         ids = _first_by_key(clean, width, ordered=order == "score")
     else:
         # + 0.0 turns -0.0 into +0.0, which a radix sort would put apart.

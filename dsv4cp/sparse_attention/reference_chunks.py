@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import array_api_compat as compat
 import numpy as np
 
-from .._arrays import cast
+from .._arrays import cast, device_of, library
 from .contract import Spec
 
 HOST_BYTES = 16 * 2**20  # what one chunk works on stays in a CPU's last-level cache
@@ -47,10 +46,10 @@ def row_chunks(spec: Spec) -> Iterator[tuple[int, int]]:
 
 def row_major(xp: Any, x: Any, dtype: Any) -> Any:
     """x in the given dtype and in row-major order: products of other layouts add in another order."""
-    if compat.is_numpy_array(x) or compat.is_cupy_array(x):
+    if library(x) in ("numpy", "cupy"):
         return xp.ascontiguousarray(x, dtype=dtype)
     x = cast(xp, x, dtype)
-    return x.contiguous() if compat.is_torch_array(x) else x
+    return x.contiguous() if library(x) == "torch" else x
 
 
 def product(xp: Any, a: Any, b: Any, out: Any = None) -> Any:
@@ -60,7 +59,7 @@ def product(xp: Any, a: Any, b: Any, out: Any = None) -> Any:
     it saves, many times more on a busy machine. The longer side of the result is therefore taken in blocks
     that stay on one thread, where such blocks are not too thin. The blocks depend on M, L and J alone.
     """
-    if not compat.is_numpy_array(a):
+    if library(a) != "numpy":
         return xp.matmul(a, b)
     n, m, inner = a.shape
     columns = b.shape[2]
@@ -94,14 +93,14 @@ class Scratch:
             ids = xp.full((ids.shape[0], 1), -1, dtype=ids.dtype, device=spec.device)
         valid = (ids >= 0) & (ids < spec.keys)
         kv = at_least_one_row(xp, kv)
-        if compat.is_numpy_array(kv):
+        if library(kv) == "numpy":
             return self._gather_numpy(kv, ids, valid), valid
         return gather(xp, kv, ids, valid, self.dtype), valid
 
     def grad_rows(self, a: Any, x: Any) -> Any:
         """A^T X as [N*T, D] from A [N, 2H, T] and X [N, 2H, D]."""
         xp = self.spec.xp
-        numpy = compat.is_numpy_array(a)
+        numpy = library(a) == "numpy"
         out = self._buffer("grad_rows", (a.shape[0], a.shape[2], x.shape[2]), a.dtype) if numpy else None
         return xp.reshape(product(xp, xp.matrix_transpose(a), x, out), (a.shape[0] * a.shape[2], x.shape[2]))
 
@@ -139,4 +138,4 @@ def at_least_one_row(xp: Any, kv: Any) -> Any:
     """kv, or for K = 0 one row of zeros that masked slots can point at."""
     if kv.shape[0] > 0:
         return kv
-    return xp.concat([kv, xp.zeros((1, kv.shape[1]), dtype=kv.dtype, device=compat.device(kv))], axis=0)
+    return xp.concat([kv, xp.zeros((1, kv.shape[1]), dtype=kv.dtype, device=device_of(kv))], axis=0)
