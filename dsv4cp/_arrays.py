@@ -135,7 +135,12 @@ def element_strides(x: Any) -> tuple[int, ...]:
     address may be null, and a row further along a reversed axis would then lie below 0."""
     if x.size == 0:
         return (*(0,) * (x.ndim - 1), 1)  # what is empty has an axis
-    return tuple(stride // x.itemsize for stride in x.strides)
+    return _in_elements(x.strides, x.itemsize)
+
+
+@functools.lru_cache(maxsize=1024)  # a call on CuPy arrays asks for the strides of every array twice
+def _in_elements(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    return tuple(stride // itemsize for stride in strides)
 
 
 def require_shape(name: str, x: Any, symbols: str, **sizes: int) -> tuple[int, ...]:
@@ -171,12 +176,15 @@ def real_number(name: str, value: Any) -> float:
 
 def whole_number(name: str, value: Any, *, minimum: int = 0, maximum: int | None = None) -> int:
     """A Python int from any integer scalar on the host within [minimum, maximum]."""
-    if isinstance(value, (bool, np.bool_)) or (library(value) not in (None, "numpy")):
+    if type(value) is int:
+        number = operator.index(value)  # of a size that torch.compile has made a symbol, its number
+    elif isinstance(value, (bool, np.bool_)) or (library(value) not in (None, "numpy")):
         raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
-    try:
-        number = operator.index(value)
-    except TypeError as error:
-        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from error
+    else:
+        try:
+            number = operator.index(value)
+        except TypeError as error:
+            raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from error
     if number < minimum:
         raise ValueError(f"{name}: expected an integer of at least {minimum}, got {number}")
     if maximum is not None and number > maximum:

@@ -1,4 +1,5 @@
-"""torch <-> device pointers, CuPy arrays, streams and devices. With _torch_backend.py the only shared file with torch.
+"""torch <-> device pointers, CuPy arrays, streams and devices. With its part _bridge_calls.py and with
+_torch_backend.py the only shared file with torch.
 
 Two ways across, for two needs. The hot path hands raw pointers to a kernel launch: `on_stream_of(x)` makes
 the tensor's device current, says which CUDA stream torch works on there, and puts everything back. Whole
@@ -26,6 +27,16 @@ import torch
 
 from . import _arrays, _backend
 from ._arrays import dtype_name, library
+from ._bridge_calls import (  # noqa: F401  (handed on)
+    below_autograd,
+    call,
+    cast,
+    contiguous,
+    name_of,
+    plain,
+    readable,
+    remembered,
+)
 
 OPERATORS = torch.library.Library("dsv4", "FRAGMENT")  # the definitions live as long as this object
 
@@ -73,20 +84,6 @@ def missing(backend: str) -> str | None:
 
 # Run, not traced, by torch.compile: what it looks up in sys.modules is no part of a graph.
 torch.compiler.assume_constant_result(_arrays._library_of)
-
-
-def below_autograd() -> Any:
-    """A block in which operators go straight to their kernels: torch's documented way to call oneself from Autograd."""
-    return torch._C._AutoDispatchBelowAutograd()
-
-
-def autograd_is_idle(x: torch.Tensor) -> bool:
-    """Whether an operator may be called on x with below_autograd(), which saves a quarter of the call: eager, no
-    gradient wanted, and neither a tensor subclass, a mode nor a transform of torch.func to see the call."""
-    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or (x.requires_grad and torch.is_grad_enabled()):
-        return False
-    functorch = torch._C._functorch.peek_interpreter_stack()
-    return functorch is None and not torch._C._len_torch_dispatch_stack() and not torch._C._len_torch_function_stack()
 
 
 class _StreamHandle:
@@ -229,13 +226,6 @@ def _allocated_here(x: Any) -> torch.Tensor | None:
         return None
     begin = x.data.ptr - owner.data_ptr()
     return owner[begin : begin + x.nbytes].view(getattr(torch, dtype_name(x))).view(x.shape)
-
-
-def contiguous(x: torch.Tensor) -> torch.Tensor:
-    """What a kernel may read by pointer: x, or a row-major copy made on the current stream; begins on 16 bytes."""
-    if x.requires_grad or x.is_neg() or not x.is_contiguous():  # asking takes a quarter of the time of three no-ops
-        x = x.detach().resolve_neg().contiguous()
-    return x.clone() if x.data_ptr() % 16 else x
 
 
 def _strided(name: str, x: Any) -> torch.Tensor:

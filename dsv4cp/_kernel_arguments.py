@@ -30,6 +30,29 @@ POINTER = "Q"
 ADDRESSES = (int, np.uintp)  # types that say an address: either is packed as the 64 bits of a pointer
 
 _MISSING = object()
+FLOAT32_MAX = 3.4028234663852886e38
+
+
+def plain_type(parameter: Parameter, address: type = int) -> type:
+    """The type of values that need no further look; a struct's bytes, which need no conversion either."""
+    return bytes if parameter.kind is np.void else parameter.kind or address
+
+
+@functools.lru_cache(maxsize=1024)
+def constants(*arrays: tuple[str, str, tuple[int, ...]], **numbers: int) -> dict[str, Any]:
+    """Strides of arrays, each (name, letters of its axes, strides), and 32-bit numbers, as the NumPy scalars that
+    kernels are told: {name}_stride_{axis} int64, numbers int32. Kept, since making ten of them takes longer."""
+    steps = [(name, axis, step) for name, axes, of in arrays for axis, step in zip(axes, of, strict=False)]
+    strides = {f"{name}_stride_{axis}": np.int64(step) for name, axis, step in steps}
+    return strides | {name: np.int32(n) for name, n in numbers.items()}
+
+
+def float32(number: float) -> np.float32:
+    """A parameter's value, infinite beyond float32."""
+    if abs(number) <= FLOAT32_MAX:
+        return np.float32(number)
+    with np.errstate(over="ignore"):
+        return np.float32(number)
 
 
 # --- What the driver reads -----------------------------------------------------------------------------
@@ -64,7 +87,7 @@ class Blocks:
         self.offsets = tuple(end - struct.calcsize("@" + code) for end, code in zip(ends, codes, strict=True))
         self.size = layout.size
         self.pack = layout.pack_into
-        self.structs = any(p.kind is np.void for p in parameters)
+        self.structs = tuple((n, p.size) for n, p in enumerate(parameters) if p.kind is np.void)
         self.free: list[Block] = []
 
     def new(self) -> Block:
@@ -90,7 +113,7 @@ def fitted(
     """
     values = [arguments.get(p.name, _MISSING) for p in parameters]
     for n, (value, parameter) in enumerate(zip(values, parameters, strict=True)):
-        if type(value) is parameter.kind or (parameter.kind is None and type(value) in ADDRESSES):
+        if type(value) is plain_type(parameter) or (parameter.kind is None and type(value) in ADDRESSES):
             continue
         _fit(f"{function}: {parameter.name}", parameter, value)
         if parameter.kind is None:
@@ -105,7 +128,7 @@ def fitted(
 def _fit(where: str, want: Parameter, value: Any) -> None:
     """TypeError or ValueError for all but a struct, where the parameter is one, or a CuPy array that fits it."""
     if want.kind is not None:
-        if want.kind is not np.void or not isinstance(value, (np.void, np.ndarray)):
+        if want.kind is not np.void or not isinstance(value, (bytes, np.void, np.ndarray)):
             raise TypeError(f"{where}: expected {want.kind.__name__}, got {_kind(value)}")
         return
     if not isinstance(value, _array_type()):
@@ -116,16 +139,17 @@ def _fit(where: str, want: Parameter, value: Any) -> None:
         raise ValueError(f"{where}: expected a contiguous array, got a strided one")
 
 
-def with_bytes(function: str, parameters: Sequence[Parameter], values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The values, structs as their bytes; TypeError for a struct of another size than the parameter's."""
-    packed = list(values)
-    for n, (parameter, value) in enumerate(zip(parameters, values, strict=True)):
-        if parameter.kind is np.void:
-            if value.nbytes != parameter.size:  # packing would cut or fill it
-                name = f"{function}: {parameter.name}"
-                raise TypeError(f"{name}: expected a struct of {parameter.size} bytes, got {value.nbytes}")
-            packed[n] = value.tobytes()
-    return tuple(packed)
+def with_bytes(kernel: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A kernel's values, structs as their bytes; TypeError for a struct of another size than the parameter's."""
+    for n, size in kernel.blocks.structs:
+        value = values[n]
+        if type(value) is not bytes:
+            value = value.tobytes()
+            values = (*values[:n], value, *values[n + 1 :])
+        if len(value) != size:  # packing would cut or fill it
+            name = f"{kernel.function}: {kernel.parameters[n].name}"
+            raise TypeError(f"{name}: expected a struct of {size} bytes, got {len(value)}")
+    return values
 
 
 def unpackable(function: str, parameters: Sequence[Parameter], values: tuple[Any, ...]) -> Exception:

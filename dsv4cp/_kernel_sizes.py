@@ -21,7 +21,7 @@ def _three(function: str, name: str, sizes: Any, limits: tuple[int, int, int]) -
     if type(sizes) is int and 0 <= sizes <= limits[0]:
         return sizes, 1, 1
     given = sizes if type(sizes) is tuple else (sizes,)
-    if not 1 <= len(given) <= 3 or not all(type(n) is int for n in given):
+    if not 1 <= len(given) <= 3 or set(map(type, given)) != {int}:
         raise TypeError(f"{function}: {name}: expected 1 to 3 ints, got {sizes!r}")
     full = (*given, 1, 1)[:3]
     if not (0 <= full[0] <= limits[0] and 0 <= full[1] <= limits[1] and 0 <= full[2] <= limits[2]):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ._kernel_arguments import ADDRESSES, Blocks, fitted, unpackable, with_bytes
+from ._kernel_arguments import ADDRESSES, Blocks, fitted, plain_type, unpackable, with_bytes
 from ._kernel_cache import through_cache
 from ._kernel_report import CompileReport, kernel_reports
 from ._kernel_sizes import BLOCK_THREADS, GRID_LIMITS, launch_sizes
@@ -75,7 +75,7 @@ def kernel(file: str, function: str, *, defines: Mapping[str, Any] | None = None
 def _kernel(file: str, function: str, defines: tuple[tuple[str, str], ...], arch: str | None) -> Kernel:
     declared = parameters(file, function)
     names, blocks = tuple(p.name for p in declared), Blocks(declared)
-    plain = tuple(tuple(p.kind or address for p in declared) for address in ADDRESSES)
+    plain = tuple(tuple(plain_type(p, address) for p in declared) for address in ADDRESSES)
     take = operator.itemgetter(*names) if len(names) > 1 else lambda arguments: tuple(arguments[n] for n in names)
     return Kernel(file, function, defines, arch, declared, take, plain, blocks)
 
@@ -97,7 +97,7 @@ def launch(
 
     arguments: the kernel's parameters by name. A pointer takes a contiguous CuPy array of the dtype the text
         declares, or an address as int or np.uintp: 64 bits either way; a scalar takes the NumPy scalar of exactly its
-        type (np.int64 for i64); a struct takes a NumPy structured scalar or array of its size in bytes.
+        type (np.int64 for i64); a struct takes bytes, or a NumPy structured scalar or array, of its size in bytes.
     grid, block: 1 to 3 sizes. A grid with a 0 in it launches nothing and never reaches the driver.
     shared_bytes: dynamic shared memory; more than 48 KB is opted in to, with all of L1 given to shared memory.
     stream: None for CuPy's current one, an object with `.ptr`, or a cudaStream_t as int.
@@ -115,7 +115,7 @@ def launch(
     if tuple(map(type, values)) not in kernel.plain or len(values) != len(arguments):
         values, device = fitted(kernel.function, kernel.parameters, arguments, device)
     if kernel.blocks.structs:
-        values = with_bytes(kernel.function, kernel.parameters, values)
+        values = with_bytes(kernel, values)
     sizes: tuple[int, ...]
     if type(grid) is int and type(block) is int and 0 < grid <= GRID_LIMITS[0] and 0 < block <= BLOCK_THREADS:
         sizes = (grid, 1, 1, block, 1, 1)  # what most launches have: looked at here, a call costs as much again

@@ -9,20 +9,20 @@ import ctypes
 import functools
 from typing import Any
 
-import numpy as np
-
 # cuda.h: CU_TENSOR_MAP_DATA_TYPE_FLOAT16 and _BFLOAT16, _SWIZZLE_128B, _L2_PROMOTION_L2_128B
 DATA_TYPES = {"float16": 6, "bfloat16": 9}
 SWIZZLE_128B, L2_PROMOTION_128B = 3, 2
 
 
 @functools.lru_cache(maxsize=512)
-def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], dtype: str) -> Any:
+def tensor_map(
+    address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], dtype: str
+) -> bytes | None:
     """The map of a 2-byte array for copies of `box` elements that arrive 128-byte swizzled; axes fastest first.
 
     strides: in elements, of all axes but the first, whose stride is 1. Elements outside of `sizes` arrive as zeros.
-    A NumPy structured scalar of 128 opaque bytes, or None where the driver refuses. Kept: a call asks for the same maps
-    more than once, and training steps get the same memory again.
+    128 opaque bytes, or None where the driver refuses. Kept: a call asks for the same maps more than once, and training
+    steps get the same memory again.
     """
     rank = len(sizes)
     # An axis of one element may carry any stride; the driver wants one that it could use.
@@ -35,10 +35,7 @@ def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], b
         (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*[1] * rank),
         0, SWIZZLE_128B, L2_PROMOTION_128B, 0,
     )  # fmt: skip
-    if status != 0:
-        return None
-    words = np.frombuffer(ctypes.string_at(at, 128), np.uint64)
-    return np.array((words,), dtype=[("words", np.uint64, (16,))])[()]
+    return ctypes.string_at(at, 128) if status == 0 else None
 
 
 @functools.cache

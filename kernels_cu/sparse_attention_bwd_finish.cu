@@ -3,6 +3,7 @@
 // hot: sparse_attention_bwd_finish sparse_attention_bwd_sinks
 //
 //     grad_kv[b,k]  = sums[b,k], rounded once       FIXED 1: sums are integers (fixed_sum.cuh), FIXED 0: float32
+//                                                   QUADS 1: of each 16 columns, 2 c, 2 c + 1, 8 + 2 c, 9 + 2 c lie at 4 c
 //     grad_sinks[h] = -sum_bs exp2(log2(e) sink_h - log2_total) delta
 //
 // Grid: zero and finish any number of blocks, threads step through 16-byte chunks of the result; sinks: blocks of 32
@@ -18,6 +19,9 @@
 #endif
 #ifndef FIXED
 #define FIXED 1
+#endif
+#ifndef QUADS
+#define QUADS 0
 #endif
 
 typedef ELEMENT Element;
@@ -48,6 +52,13 @@ extern "C" __global__ void __launch_bounds__(256)
             const longlong2 v = from[e];
             x[e * 2] = fixed_value(v.x, exponent);
             x[e * 2 + 1] = fixed_value(v.y, exponent);
+        }
+#elif QUADS
+        const float2* from = reinterpret_cast<const float2*>(sums) + (n & ~1LL) * 4 + (n & 1);  // row_chunks is even
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const float2 v = from[e * 2];
+            x[e * 2] = v.x, x[e * 2 + 1] = v.y;
         }
 #else
         const float4* from = reinterpret_cast<const float4*>(sums) + n * 2;

@@ -83,7 +83,9 @@ DEVICE void scatter(const Call& p, float (&o)[64], int batch, u32 ids, int count
     }
 }
 #else
-// Two quads trade, so that their 8 lanes have 32 neighbouring columns of one row, then of the other.
+// Two quads trade, so that their 8 lanes have 32 columns of one row, then of the other, which lie side by side: of each 16
+// columns a lane c has 2 c, 2 c + 1, 8 + 2 c and 9 + 2 c, and the sums keep them so, as four neighbours at 4 c
+// (sparse_attention_bwd_finish.cu, QUADS, puts them in order).
 template <bool SOME, int J = 0>
 DEVICE void add_columns(const float (&o)[64], const Row<SOME>& row0, const Row<SOME>& row1, int e) {
     const int at = J * 4 + e;
@@ -94,20 +96,10 @@ DEVICE void add_columns(const float (&o)[64], const Row<SOME>& row0, const Row<S
 template <bool SOME>
 DEVICE void scatter(const Call& p, float (&o)[64], int batch, u32 ids, int count, int column) {
     const int thread = fresh_thread(), lane = thread & 31, warp_row = (thread & 96) >> 1;
-    const bool odd = lane & 1, upper = lane & 4;
-    column += (upper ? 16 : 0) + (lane & 1) * 8 + (lane & 2) * 2;
+    const bool upper = lane & 4;
+    column += (upper ? 16 : 0) + (lane & 3) * 4;
 #pragma unroll
     for (int e = 0; e < 4; e += 2) {
-        const int slot = warp_row + e * 4 + (lane >> 2 & 6);
-        const Row<SOME> row0(p, batch, ids, slot, count, column), row1(p, batch, ids, slot + 1, count, column);
-        // Pairs of lanes: four columns of group j + odd instead of two of groups j and j + 1.
-#pragma unroll
-        for (int j = 0; j < GROUPS; j += 2) {
-            float &a0 = o[j * 4 + e], &a1 = o[j * 4 + e + 1], &b0 = o[j * 4 + 4 + e], &b1 = o[j * 4 + 5 + e];
-            const float s0 = __shfl_xor_sync(FULL_WARP, odd ? a0 : b0, 1), s1 = __shfl_xor_sync(FULL_WARP, odd ? a1 : b1, 1);
-            if (odd) a0 = s0, a1 = s1;
-            else b0 = s0, b1 = s1;
-        }
         // Pairs of quads: groups j .. j + 1 or j + 2 .. j + 3 of both rows instead of both of one row.
 #pragma unroll
         for (int j = 0; j < GROUPS; j += 4)
@@ -118,7 +110,10 @@ DEVICE void scatter(const Call& p, float (&o)[64], int batch, u32 ids, int count
                 if (upper) a = v;
                 else b = v;
             }
+        const int slot = warp_row + e * 4 + (lane >> 2 & 6);
+        const Row<SOME> row0(p, batch, ids, slot, count, column), row1(p, batch, ids, slot + 1, count, column);
         add_columns<SOME>(o, row0, row1, e);
+        if (e == 0) __syncwarp();  // else ptxas trades the other rows meanwhile, and spills
     }
 }
 #endif

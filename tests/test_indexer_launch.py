@@ -14,7 +14,7 @@ from dsv4cp import _kernels  # noqa: E402
 from dsv4cp.indexer import contract, contract_kernels, cuda_scores, cuda_sm90, cuda_topk  # noqa: E402
 from dsv4cp.indexer.cuda_scores import Limits, Operand  # noqa: E402
 
-MAP = np.array(((0,) * 16,), dtype=[("words", np.uint64, (16,))])[()]
+MAP = bytes(128)
 SM90_SHARED = 232448  # bytes that a block may opt in to
 
 

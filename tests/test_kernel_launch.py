@@ -247,16 +247,16 @@ def test_a_struct_of_another_size_is_refused(driver, sources, size):
     kernel = _kernels.kernel("a.cu", "f")
     driver.types = (ctypes.c_int32, MAP)
     wrong = np.zeros((), [("bytes", np.uint8, (size,))])
-    for value in (wrong, wrong[()]):
+    for value in (wrong, wrong[()], bytes(size)):
         with pytest.raises(TypeError, match=f"^f: map: expected a struct of 128 bytes, got {size}$"):
             _kernels.launch(kernel, grid=1, block=1, n=np.int32(1), map=value)
-    for value in (b"x" * 128, 5, None, np.float64(1)):
+    for value in (bytearray(128), "x" * 128, 5, None, np.float64(1)):
         with pytest.raises(TypeError, match=r"^f: map: expected void, got"):
             _kernels.launch(kernel, grid=1, block=1, n=np.int32(1), map=value)
     right = np.ones((), [("bytes", np.uint8, (128,))])
-    for value in (right, right[()]):
+    for value in (right, right[()], b"\1" * 128):
         _kernels.launch(kernel, grid=1, block=1, n=np.int32(1), map=value)
-    assert [launch.args for launch in driver.launches] == [[1, b"\1" * 128]] * 2
+    assert [launch.args for launch in driver.launches] == [[1, b"\1" * 128]] * 3
 
 
 @pytest.mark.parametrize("address", [int, np.uintp], ids=["int", "uintp"])
@@ -377,3 +377,24 @@ def test_what_to_install_is_named(driver, scale, monkeypatch, major, suffix, err
     monkeypatch.setattr(_kernels, "_nvrtc", fail)
     with pytest.raises(RuntimeError, match=rf"a\.cu for sm_90: .*pip install {package}{suffix}\n"):
         _kernels.compile_cubin("a.cu", arch="90")
+
+
+# --- Values ----------------------------------------------------------------------------------------------
+
+
+def test_constants_are_numpy_scalars_by_name():
+    got = _kernel_arguments.constants(("q", "bsh", (2**40, -3, 0, 1)), ("kv", "bk", (5, 6, 1)), heads=7, wide=True)
+    strides = {"q_stride_b": 2**40, "q_stride_s": -3, "q_stride_h": 0, "kv_stride_b": 5, "kv_stride_k": 6}
+    assert got == strides | {"heads": 7, "wide": 1}
+    assert {name: type(x) for name, x in got.items()} == dict.fromkeys(strides, np.int64) | {
+        "heads": np.int32, "wide": np.int32
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [0.0, -0.0, 0.1, 3.4e38, -3.4028234663852886e38, 3.40282347e38, 1e39, -1e300, 1e-50])
+def test_numbers_beyond_float32_are_infinite(number):
+    with np.errstate(over="ignore"):
+        want = np.float32(number)
+    with np.errstate(all="raise", under="ignore"):
+        got = _kernel_arguments.float32(number)
+    assert type(got) is np.float32 and got.tobytes() == want.tobytes()

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsv4cp import _bridge
+from dsv4cp import _bridge_calls
 from dsv4cp.sinkhorn import torch_bridge
 from tests.support import naive
 from tests.support.compare import check_close, check_equal
@@ -32,13 +32,13 @@ def kernels(monkeypatch):
 @pytest.fixture
 def short(monkeypatch):
     """What autograd_is_idle answered, call by call."""
-    answers, ask = [], _bridge.autograd_is_idle
+    answers, ask = [], _bridge_calls.autograd_is_idle
 
-    def listen(x):
-        answers.append(ask(x))
+    def listen(*args):
+        answers.append(ask(*args))
         return answers[-1]
 
-    monkeypatch.setattr(_bridge, "autograd_is_idle", listen)
+    monkeypatch.setattr(_bridge_calls, "autograd_is_idle", listen)
     return answers
 
 

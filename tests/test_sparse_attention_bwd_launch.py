@@ -114,6 +114,21 @@ def test_the_order_of_a_call(launches, shared):
     assert [x.name.removeprefix(prefix) for x in launches] == [*first, "zero", MAIN, "finish", *ends]
 
 
+@pytest.mark.parametrize("taken", [True, False])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_sums_are_read_in_the_order_in_which_the_main_kernel_has_left_them(
+    launches, shared, monkeypatch, taken, deterministic
+):
+    """Hopper's float32 sums lie in quads of columns; those of the portable kernel, also in its place, in order."""
+    monkeypatch.setattr(cuda_bwd, "_main", lambda *_: cuda_bwd_sm90)
+    monkeypatch.setattr(cuda_bwd_sm90, "finds_delta", lambda *_: not deterministic)
+    monkeypatch.setattr(cuda_bwd_sm90, "launch", lambda **_: taken)
+    launch(spec_of(), deterministic)
+    assert (MAIN in [x.name for x in launches]) == (not taken)
+    (finish,) = named(launches, "sparse_attention_bwd_finish")
+    assert finish.defines["QUADS"] == (taken and not deterministic)
+
+
 def test_arguments(launches, shared):
     at = launch(spec_of())
     prep, _, main, finish, sinks, sinks_sum = launches

@@ -26,8 +26,8 @@ def launches(monkeypatch):
         kinds = {p.name: p.kind for p in kernel.parameters}
         assert arguments.keys() == kinds.keys()
         for name, value in arguments.items():
-            assert type(value) is (kinds[name] or int), name
-        values = {name: value.item() if kinds[name] else value for name, value in arguments.items()}
+            assert type(value) is (bytes if kinds[name] is np.void else kinds[name] or int), name
+        values = {n: v if kinds[n] in (None, np.void) else v.item() for n, v in arguments.items()}
         defines = {name: int(v) if v.isdecimal() else v for name, v in kernel.defines}
         shape = {"grid": grid, "block": block, "shared": shared_bytes, "stream": stream}
         made.append(SimpleNamespace(defines=defines, **shape, **values))
@@ -106,8 +106,7 @@ def test_hopper_takes_one_kernel_for_few_heads_and_one_for_more(launches, shared
     monkeypatch.setattr(cuda, "forced_path", None)
     monkeypatch.setattr(cuda_sm90, "_is_hopper", lambda device: True)
     monkeypatch.setattr(cuda_sm90, "_multiprocessors", lambda device: 132)
-    words = np.zeros((), [("words", np.uint64, (16,))])[()]
-    monkeypatch.setattr(cuda_sm90, "tensor_map", lambda *_: words)
+    monkeypatch.setattr(cuda_sm90, "tensor_map", lambda *_: bytes(128))
     for heads, queries, grid, block in (
         (1, 5, 5, cuda_sm90.FEW_THREADS),
         (16, 4, 4, cuda_sm90.FEW_THREADS),

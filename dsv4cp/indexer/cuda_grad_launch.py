@@ -5,12 +5,14 @@ those whose is); work is queued on CuPy's current stream, or the one given; noth
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
 
 from .. import _kernels
+from .._kernel_arguments import constants
 from . import contract_grad, cuda_grad_kernels
 from .contract import SlotsSpec, Spec
 from .cuda_grad_kernels import THREADS, TILE, finish_kernel
@@ -40,8 +42,13 @@ class Operands(NamedTuple):
 
 def aligned(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether 16-byte copies reach every row: strides in elements of 2 bytes, of axes longer than 1."""
+    return address % 16 == 0 and _even(shape, strides)
+
+
+@functools.lru_cache(maxsize=1024)
+def _even(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     steps = (step for step, size in zip(strides[:-1], shape[:-1], strict=True) if size > 1)
-    return address % 16 == 0 and strides[-1] == 1 and not any(step % 8 for step in steps)
+    return strides[-1] == 1 and not any(step % 8 for step in steps)
 
 
 # --- Passes --------------------------------------------------------------------------------------------
@@ -104,9 +111,10 @@ def launch_topk_scores(x: Operands, out: int, spec: SlotsSpec, *, stream: Any = 
             block=THREADS, shared_bytes=shared_bytes, stream=stream,
             q=q_first, k=k_first, weights=_from(weights, first), ids=_from(ids, first),
             scores=out + 4 * first * spec.queries * spec.slots,
-            **_strides("q", q, "bsh"), **_strides("k", k, "bp"),
-            heads=np.int32(spec.heads), head_blocks=np.int32(-(-spec.heads // 64)), entries=np.int32(spec.entries),
-            slots=np.int32(spec.slots), w_kind=np.int32(KINDS[weights.dtype]), ids_wide=np.int32(ids.dtype == "int64"),
+            **constants(
+                ("q", "bsh", q.strides), ("k", "bp", k.strides), heads=spec.heads, head_blocks=-(-spec.heads // 64),
+                entries=spec.entries, slots=spec.slots, w_kind=KINDS[weights.dtype], ids_wide=ids.dtype == "int64",
+            ),
             scale=np.float32(spec.softmax_scale),
         )  # fmt: skip
 
@@ -120,11 +128,13 @@ def launch_topk_scores_grad(
     width, split = spec.index_dim, passes.keys < spec.entries
     terms = np.uint32(min(max(spec.queries * spec.slots, 1), 2**32 - 1))
     shared = {
-        **_numbers(x, spec), **_strides("g", grad_scores, "bst"), **_strides("q", q, "bsh"),
-        "ids": ids.address, "slots": np.int32(spec.slots), "ids_wide": np.int32(ids.dtype == "int64"),
+        **_numbers(x, spec), "ids": ids.address,
+        **constants(
+            ("g", "bst", grad_scores.strides), ("q", "bsh", q.strides), slots=spec.slots, ids_wide=ids.dtype == "int64"
+        ),
     }  # fmt: skip
     more = {
-        **_strides("k", k, "bp"), "k": k.address, "query_start": np.int64(0), "ratio": np.int64(1),
+        **constants(("k", "bp", k.strides)), "k": k.address, "query_start": np.int64(0), "ratio": np.int64(1),
         "terms": terms,
     }  # fmt: skip
     nothing = 0
@@ -162,7 +172,7 @@ def launch_scores_grad(
     parts, segment = _dense_parts(spec)
     kernel, threads, shared_bytes = cuda_grad_kernels.entry_kernel(spec, q.dtype)
     shared = {
-        **_numbers(x, spec), **_strides("q", q, "bsh"), **_strides("k", k, "bp"),
+        **_numbers(x, spec), **constants(("q", "bsh", q.strides), ("k", "bp", k.strides)),
         "k": k.address, "query_start": np.int64(spec.query_start), "ratio": np.int64(spec.compress_ratio),
     }  # fmt: skip
     each = _dense_rows(spec)
@@ -170,15 +180,16 @@ def launch_scores_grad(
         rows = min(each, spec.batch - first)
         _launch_query(
             q.dtype, spec, False, grid=(spec.queries, rows), stream=stream, **shared,
-            **_strides("g", grad_scores, "bst"), ids=0, grad_q=grad_q,
-            grad_w=grad_w, sums=0, bounds=0,
-            slots=np.int32(spec.entries), ids_wide=np.int32(0), terms=np.uint32(1), **_range(first, 0, spec.entries),
+            **constants(("g", "bst", grad_scores.strides), slots=spec.entries, ids_wide=0), ids=0, grad_q=grad_q,
+            grad_w=grad_w, sums=0, bounds=0, terms=np.uint32(1), **_range(first, 0, spec.entries),
         )  # fmt: skip
         _kernels.launch(
             kernel, grid=(-(-spec.entries // TILE), parts, rows), block=threads,
-            shared_bytes=shared_bytes, stream=stream, **shared, **_strides("g", grad_scores, "bsp"),
-            sums=workspace, batch_first=np.int32(first), queries=np.int32(spec.queries),
-            entries=np.int32(spec.entries), segment=np.int32(segment),
+            shared_bytes=shared_bytes, stream=stream, **shared, sums=workspace,
+            **constants(
+                ("g", "bsp", grad_scores.strides), batch_first=first, queries=spec.queries, entries=spec.entries,
+                segment=segment,
+            ),
         )  # fmt: skip
         one = np.uint32(1)
         _launch_finish(q.dtype, workspace, 0, grad_k, spec, first, rows, 0, spec.entries, parts, one, stream)
@@ -213,23 +224,20 @@ def _given(x: Operand | None) -> Operand:
 def _numbers(x: Operands, spec: Spec) -> dict[str, Any]:
     grad_scores = _given(x.grad_scores)
     return {
-        "grad_scores": grad_scores.address, "q": x.q.address,
-        "weights": x.weights.address, "heads": np.int32(spec.heads),
-        "g_kind": np.int32(KINDS[grad_scores.dtype]), "w_kind": np.int32(KINDS[x.weights.dtype]),
+        "grad_scores": grad_scores.address, "q": x.q.address, "weights": x.weights.address,
+        **constants(heads=spec.heads, g_kind=KINDS[grad_scores.dtype], w_kind=KINDS[x.weights.dtype]),
         "scale": np.float32(spec.softmax_scale),
     }  # fmt: skip
 
 
 def _range(first: int, key: int, end: int) -> dict[str, Any]:
-    return {"batch_first": np.int32(first), "key_first": np.int32(key), "key_last": np.int32(end)}
-
-
-def _strides(name: str, x: Operand, axes: str) -> dict[str, Any]:
-    return {f"{name}_stride_{axis}": np.int64(step) for axis, step in zip(axes, x.strides, strict=False)}
+    return constants(batch_first=first, key_first=key, key_last=end)
 
 
 def _from(x: Operand, row: int) -> Any:
     """The address of a batch row."""
+    if row == 0:
+        return x.address
     size = {"int64": 8, "int32": 4, "float32": 4}.get(x.dtype, 2)
     return x.address + size * row * x.strides[0]
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from .. import _kernels
 from .._arrays import dtype_name, element_strides
+from .._kernel_arguments import constants
 from . import cuda_sm90
 from .contract import Spec
 
@@ -49,12 +50,17 @@ class Limits(NamedTuple):
 
 def limits(spec: Spec, causal: bool = True) -> Limits:
     """The causal rule (query_start + i + 1) // compress_ratio in numbers of 32 bits; every entry unless `causal`."""
-    before, phase = divmod(spec.query_start + 1, spec.compress_ratio)
-    if not causal or before >= spec.entries:
-        return Limits(spec.entries, 0, 1)
-    if spec.compress_ratio < 2**31:
-        return Limits(before, phase, spec.compress_ratio)
-    to_next = spec.compress_ratio - phase  # fewer than 2^31 queries meet one more entry at most
+    return _limits(spec.query_start, spec.compress_ratio, spec.entries, causal)
+
+
+@functools.lru_cache(maxsize=1024)
+def _limits(query_start: int, ratio: int, entries: int, causal: bool) -> Limits:
+    before, phase = divmod(query_start + 1, ratio)
+    if not causal or before >= entries:
+        return Limits(entries, 0, 1)
+    if ratio < 2**31:
+        return Limits(before, phase, ratio)
+    to_next = ratio - phase  # fewer than 2^31 queries meet one more entry at most
     return Limits(before, max(0, 2**31 - to_next), 2**31)
 
 
@@ -108,19 +114,15 @@ def launch_scores(
     shared = {
         "weights": weights.address,
         "out": out,
-        "w_stride_b": np.int64(weights.strides[0]),
-        "w_stride_s": np.int64(weights.strides[1]),
-        "w_stride_h": np.int64(weights.strides[2]),
+        "scale": np.float32(spec.softmax_scale),
         "before": np.uint32(visible.before),
         "phase": np.uint32(visible.phase),
         "ratio": np.uint32(visible.ratio),
-        "queries": np.int32(spec.queries),
-        "heads": np.int32(spec.heads),
-        "entries": np.int32(spec.entries),
-        "weight_type": np.int32(WEIGHT_TYPES[weights.dtype]),
-        "fill": np.int32(fill),
-        "scale": np.float32(spec.softmax_scale),
-    }
+        **constants(
+            ("w", "bsh", weights.strides), queries=spec.queries, heads=spec.heads, entries=spec.entries,
+            weight_type=WEIGHT_TYPES[weights.dtype], fill=fill,
+        ),
+    }  # fmt: skip
     device = cupy.cuda.runtime.getDevice()
     if forced_path != "portable" and cuda_sm90.is_hopper(device):
         if cuda_sm90.launch(q, k, shared, spec, visible, device, stream):
@@ -136,12 +138,7 @@ def launch_scores(
         stream=stream,
         q=q.address,
         k=k.address,
-        q_stride_b=np.int64(q.strides[0]),
-        q_stride_s=np.int64(q.strides[1]),
-        q_stride_h=np.int64(q.strides[2]),
-        k_stride_b=np.int64(k.strides[0]),
-        k_stride_p=np.int64(k.strides[1]),
-        block_queries=np.int32(block_queries),
+        **constants(("q", "bsh", q.strides), ("k", "bp", k.strides), block_queries=block_queries),
         **shared,
     )
 
@@ -162,8 +159,13 @@ def _kernel(dtype: str, dim: int, heads: int) -> _kernels.Kernel:
 
 def aligned(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether 16-byte copies and the tensor copy engine reach every row: strides in elements of 2 bytes."""
+    return address % 16 == 0 and _even(shape, strides)
+
+
+@functools.lru_cache(maxsize=1024)
+def _even(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     steps = [step for step, size in zip(strides[:-1], shape[:-1], strict=True) if size > 1]
-    return address % 16 == 0 and strides[-1] == 1 and all(0 < n < LARGEST_STRIDE and n % 8 == 0 for n in steps)
+    return strides[-1] == 1 and all(0 < n < LARGEST_STRIDE and n % 8 == 0 for n in steps)
 
 
 def readable(x: Any) -> Any:

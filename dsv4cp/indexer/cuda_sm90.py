@@ -68,34 +68,38 @@ def launch(q: Any, k: Any, shared: dict[str, Any], spec: Spec, visible: Any, dev
     )
     if q_map is None or k_map is None:
         return False
-    queries = block_queries(spec, visible, multiprocessors(device))
+    blocks = multiprocessors(device)
+    kernel, shared_bytes = _kernel(q.dtype, spec.index_dim, heads)
     _kernels.launch(
-        _kernel(q.dtype, spec.index_dim, heads),
-        grid=multiprocessors(device),
+        kernel,
+        grid=blocks,
         block=THREADS,
-        shared_bytes=_shared_bytes(spec.index_dim, heads),
+        shared_bytes=shared_bytes,
         stream=stream,
         q_map=q_map,
         k_map=k_map,
         batch=np.int32(spec.batch),
-        block_queries=np.int32(queries),
+        block_queries=_block_queries(spec.batch, spec.queries, spec.entries, visible, blocks),
         **shared,
     )
     return True
 
 
-def block_queries(spec: Spec, visible: Any, blocks: int) -> int:
+@functools.lru_cache(maxsize=1024)
+def _block_queries(batch: int, queries: int, entries: int, visible: Any, blocks: int) -> np.int32:
     """Queries of an item. Few queries make more, smaller items, many read the entries less often."""
     # Entry blocks that a query meets on average; the last query meets most of them.
-    most = min(spec.entries, visible.before + (visible.phase + spec.queries - 1) // visible.ratio)
-    rows = (min(spec.entries, visible.before) + most) / (2 * ENTRIES) + 0.5
-    pieces = {n: spec.batch * -(-spec.queries // n) * rows for n in BLOCK_QUERIES}
-    return next((n for n in BLOCK_QUERIES if pieces[n] >= ENOUGH * blocks), BLOCK_QUERIES[-1])
+    most = min(entries, visible.before + (visible.phase + queries - 1) // visible.ratio)
+    rows = (min(entries, visible.before) + most) / (2 * ENTRIES) + 0.5
+    pieces = {n: batch * -(-queries // n) * rows for n in BLOCK_QUERIES}
+    return np.int32(next((n for n in BLOCK_QUERIES if pieces[n] >= ENOUGH * blocks), BLOCK_QUERIES[-1]))
 
 
 @functools.cache
-def _kernel(dtype: str, dim: int, heads: int) -> _kernels.Kernel:
-    return _kernels.kernel(FILE, FUNCTION, defines=_defines(dtype, dim, heads), arch="sm_90a")
+def _kernel(dtype: str, dim: int, heads: int) -> tuple[_kernels.Kernel, int]:
+    """The kernel and its bytes of shared memory."""
+    kernel = _kernels.kernel(FILE, FUNCTION, defines=_defines(dtype, dim, heads), arch="sm_90a")
+    return kernel, _shared_bytes(dim, heads)
 
 
 @functools.cache

@@ -280,5 +280,5 @@ def extract(logits: Any, topk_indices: Any, spec: ExtractSpec) -> Any:
     valid = (topk_indices >= 0) & (topk_indices < spec.entries)
     ids = cast(xp, xp.where(valid, topk_indices, 0), xp.int64)
     found = xp.take_along_axis(logits, ids, axis=-1)
-    chosen = xp.where(valid, found, xp.asarray(-xp.inf, dtype=found.dtype, device=spec.device))
+    chosen = xp.where(valid, found, xp.full((), -xp.inf, dtype=found.dtype, device=spec.device))  # asarray would wait
     return cast(xp, chosen, logits.dtype)  # CuPy's `where` makes float32 of bfloat16

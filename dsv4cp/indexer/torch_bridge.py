@@ -4,15 +4,16 @@ operators of torch_bridge_kernels."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import math
+from typing import Literal
 
 import array_api_compat.torch as xp
 import torch
 
 from .. import _bridge
-from .._arrays import cast, library
+from .._arrays import cast
 from .._torch_backend import choose, without_autocast
-from . import contract, contract_kernels, reference, torch_bridge_kernels, torch_bridge_topk
+from . import contract, reference, torch_bridge_kernels, torch_bridge_topk
 
 Dsv4IndexerBackend = Literal["torch", "tilelang", "auto"]
 BACKENDS = ("torch", "tilelang", "auto")
@@ -42,7 +43,11 @@ def extract_indexer_topk_scores_torch(logits: torch.Tensor, topk_indices: torch.
     """logits[..., topk_indices]: [..., P], [..., T] -> [..., T], -inf where an id is outside [0, P)."""
     spec = contract.check_extract(logits, topk_indices)
     choose("extract_indexer_topk_scores_torch", "torch", (logits, topk_indices), allowed=BACKENDS, kernel_missing=None)
-    return reference.extract(logits, topk_indices, spec)
+    if spec.entries == 0:
+        return reference.extract(logits, topk_indices, spec)
+    # The same as the reference in half the passes over the ids, which take longest.
+    inside = topk_indices.clamp(0, spec.entries - 1)
+    return logits.gather(-1, inside.long()).masked_fill(inside != topk_indices, -math.inf)
 
 
 def dsv4_indexer_scores(
@@ -63,19 +68,22 @@ def dsv4_indexer_scores(
     CUDA bfloat16 tensors where they can run, else "torch". query_total_len: length of the whole sequence, at least
     query_start + S.
     """
-    spec = contract.check_scores(q, pooled_kv, weights, compress_ratio, softmax_scale, query_start, query_total_len)
+    arguments = q, pooled_kv, weights, compress_ratio, softmax_scale, query_start, query_total_len
+    if (unfit := kernel_missing()) is None:
+        spec, unfit = torch_bridge_kernels.checked(*arguments)
+    else:
+        spec = contract.check_scores(*arguments)
     picked = choose(
         "dsv4_indexer_scores",
         backend,
         (q, pooled_kv),
         allowed=BACKENDS,
-        kernel_missing=kernel_missing() or _unfit(q, pooled_kv, weights),
+        kernel_missing=unfit,
         require_bf16=backend != "tilelang",
     )
     if picked == "tilelang":
-        return torch_bridge_kernels.SCORES(
-            q, pooled_kv, weights, spec.compress_ratio, spec.softmax_scale, spec.query_start
-        )
+        numbers = spec.compress_ratio, spec.softmax_scale, spec.query_start
+        return _bridge.call(torch_bridge_kernels.SCORES, q, pooled_kv, weights, *numbers)
     return indexer_scores_torch(q, pooled_kv, weights, softmax_scale)
 
 
@@ -99,23 +107,22 @@ def dsv4_indexer_topk_scores(
     instead: the same bits every time, at up to twice the time, with 8 E + 4 bytes an entry (within 2 GiB: more take
     several passes). "auto" as in dsv4_indexer_scores.
     """
-    spec = contract.check_topk_scores(q, pooled_kv, weights, topk_indices, compress_ratio, softmax_scale)
+    arguments = q, pooled_kv, weights, topk_indices, compress_ratio, softmax_scale
+    if (unfit := kernel_missing()) is None:
+        spec, unfit = torch_bridge_topk.checked(*arguments)
+    else:
+        spec = contract.check_topk_scores(*arguments)
     picked = choose(
         "dsv4_indexer_topk_scores",
         backend,
         (q, pooled_kv),
         allowed=BACKENDS,
-        kernel_missing=kernel_missing() or _unfit(q, pooled_kv, weights),
+        kernel_missing=unfit,
         require_bf16=backend != "tilelang",
     )
     if picked == "tilelang":
-        return torch_bridge_topk.TOPK_SCORES(q, pooled_kv, weights, topk_indices, spec.softmax_scale)
+        return _bridge.call(torch_bridge_topk.TOPK_SCORES, q, pooled_kv, weights, topk_indices, spec.softmax_scale)
     return _topk_scores_torch(q, pooled_kv, weights, topk_indices, spec)
-
-
-def _unfit(q: Any, pooled_kv: Any, weights: Any) -> str | None:
-    """Why the kernels cannot take tensors that are valid arguments; what is not valid, the contract refuses."""
-    return contract_kernels.unfit(q, pooled_kv, weights) if library(q) == "torch" else None
 
 
 def _topk_scores_torch(

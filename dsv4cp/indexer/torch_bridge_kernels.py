@@ -7,31 +7,47 @@ masked to -inf where an entry is not finished, and the gradient ignores what com
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from .. import _bridge
 from . import contract, contract_kernels, reference, torch_bridge_topk
+from .contract import Spec
+
+
+@_bridge.remembered
+def checked(
+    q: Any, pooled_kv: Any, weights: Any, compress_ratio: Any, softmax_scale: Any, query_start: Any = 0,
+    query_total_len: Any = None,
+) -> tuple[Spec, str | None]:  # fmt: skip
+    """The Spec of a call, and why the CUDA kernels cannot take its tensors (None: they can)."""
+    spec = contract.check_scores(q, pooled_kv, weights, compress_ratio, softmax_scale, query_start, query_total_len)
+    return spec, contract_kernels.unfit(q, pooled_kv, weights)
+
+
+@functools.cache  # an import statement in each call takes half a microsecond
+def _launches() -> Any:
+    from . import cuda_scores
+
+    return cuda_scores
 
 
 def _cuda_scores(
     q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor, compress_ratio: int, softmax_scale: float,
     query_start: int,
 ) -> torch.Tensor:  # fmt: skip
-    spec = contract.check_scores(q, pooled_kv, weights, compress_ratio, softmax_scale, query_start)
-    if contract_kernels.unfit(q, pooled_kv, weights) is not None:
+    spec, unfit = checked(q, pooled_kv, weights, compress_ratio, softmax_scale, query_start)
+    if unfit is not None:
         return reference.scores(q, pooled_kv, weights, spec)
-    from . import cuda_scores
-
-    q, pooled_kv = _readable(q), _readable(pooled_kv)
-    weights = weights.detach().resolve_neg()
+    cuda = _launches()
+    q, pooled_kv = _bridge.readable(q, cuda.aligned), _bridge.readable(pooled_kv, cuda.aligned)
+    weights = _bridge.plain(weights)
     out = torch.empty((spec.batch, spec.queries, spec.entries), dtype=torch.float32, device=q.device)
     with _bridge.on_stream_of(q) as stream:
-        cuda_scores.launch_scores(
-            _operand(q), _operand(pooled_kv), _operand(weights), out.data_ptr(), spec, cuda_scores.limits(spec),
-            stream=stream,
-        )  # fmt: skip
+        operands = _operand(q), _operand(pooled_kv), _operand(weights)
+        cuda.launch_scores(*operands, out.data_ptr(), spec, cuda.limits(spec), stream=stream)
     return out
 
 
@@ -106,18 +122,8 @@ def _differentiated(
     return tuple(next(grads) if x.requires_grad else None for x in leaves)
 
 
-def _readable(x: torch.Tensor) -> torch.Tensor:
-    """x itself where the kernels can read it, else a contiguous copy."""
-    from .cuda_scores import aligned
-
-    x = x.detach().resolve_neg()
-    return x if aligned(x.data_ptr(), tuple(x.shape), x.stride()) else x.clone(memory_format=torch.contiguous_format)
-
-
 def _operand(x: torch.Tensor) -> Any:
-    from .cuda_scores import Operand
-
-    return Operand(x.data_ptr(), str(x.dtype).removeprefix("torch."), x.stride())
+    return _launches().Operand(x.data_ptr(), _bridge.name_of(x.dtype), x.stride())
 
 
 _INPUTS = "Tensor q, Tensor pooled_kv, Tensor weights, int compress_ratio, float softmax_scale, int query_start"

@@ -9,24 +9,58 @@ do not depend on any order.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from .. import _bridge
-from .._arrays import dtype_name
 from . import contract, contract_grad, reference
+from .contract import SlotsSpec, Spec
+
+
+@_bridge.remembered
+def checked(
+    q: Any, pooled_kv: Any, weights: Any, topk_indices: Any, compress_ratio: Any, softmax_scale: Any
+) -> tuple[SlotsSpec, str | None]:
+    """The Spec of a call, and why the CUDA kernels cannot take its tensors (None: they can)."""
+    spec = contract.check_topk_scores(q, pooled_kv, weights, topk_indices, compress_ratio, softmax_scale)
+    return spec, contract_grad.kernels_unfit(q, pooled_kv, weights)
+
+
+@_bridge.remembered
+def _checked_grad(
+    grad_scores: Any, q: Any, pooled_kv: Any, weights: Any, topk_indices: Any, softmax_scale: Any
+) -> tuple[SlotsSpec, str | None]:
+    """The same of its gradient."""
+    spec = contract.check_topk_scores_grad(grad_scores, q, pooled_kv, weights, topk_indices, 1, softmax_scale)
+    return spec, contract_grad.kernels_unfit(q, pooled_kv, weights, grad_scores)
+
+
+@_bridge.remembered
+def _checked_dense_grad(
+    grad_scores: Any, q: Any, pooled_kv: Any, weights: Any, compress_ratio: Any, softmax_scale: Any, query_start: Any
+) -> tuple[Spec, str | None]:
+    """The same of the gradient of dense scores."""
+    spec = contract.check_scores_grad(grad_scores, q, pooled_kv, weights, compress_ratio, softmax_scale, query_start)
+    return spec, contract_grad.kernels_unfit(q, pooled_kv, weights, grad_scores)
+
+
+@functools.cache  # an import statement in each call takes half a microsecond
+def _launches() -> Any:
+    from . import cuda_grad_launch
+
+    return cuda_grad_launch
 
 
 def _cuda_scores(
     q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor, topk_indices: torch.Tensor, softmax_scale: float
 ) -> torch.Tensor:
-    spec = contract.check_topk_scores(q, pooled_kv, weights, topk_indices, 1, softmax_scale)
-    if contract_grad.kernels_unfit(q, pooled_kv, weights) is not None:
+    spec, unfit = checked(q, pooled_kv, weights, topk_indices, 1, softmax_scale)
+    if unfit is not None:
         return reference.topk_scores(q, pooled_kv, weights, topk_indices, spec)
-    from . import cuda_grad_launch as cuda
-
-    read = (_readable(q), _readable(pooled_kv), _bridge.contiguous(weights), _bridge.contiguous(topk_indices))
+    cuda = _launches()
+    read = _read(q, pooled_kv, weights, topk_indices)
     out = torch.empty(topk_indices.shape, dtype=torch.float32, device=q.device)
     with _bridge.on_stream_of(q) as stream:
         cuda.launch_topk_scores(_operands(*read), out.data_ptr(), spec, stream=stream)
@@ -37,17 +71,16 @@ def _cuda_grad(
     grad_scores: torch.Tensor, q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor,
     topk_indices: torch.Tensor, softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    spec = contract.check_topk_scores_grad(grad_scores, q, pooled_kv, weights, topk_indices, 1, softmax_scale)
-    if contract_grad.kernels_unfit(q, pooled_kv, weights, grad_scores) is not None:
+    spec, unfit = _checked_grad(grad_scores, q, pooled_kv, weights, topk_indices, softmax_scale)
+    if unfit is not None:
         return reference.topk_scores_grad(grad_scores, q, pooled_kv, weights, topk_indices, spec)
-    from . import cuda_grad_launch as cuda
-
+    cuda = _launches()
     passes = cuda.plan(spec, torch.are_deterministic_algorithms_enabled(), contract_grad.WORKSPACE_BYTES)
-    read = (_readable(q), _readable(pooled_kv), _bridge.contiguous(weights), _bridge.contiguous(topk_indices))
+    read = _read(q, pooled_kv, weights, topk_indices)
     grads = _empty_like(q, pooled_kv, weights)
     workspace = torch.empty(passes.workspace_bytes, dtype=torch.uint8, device=q.device)
     with _bridge.on_stream_of(q) as stream:
-        operands = _operands(*read, _plain(grad_scores))
+        operands = _operands(*read, _bridge.plain(grad_scores))
         addresses = tuple(x.data_ptr() for x in grads)
         cuda.launch_topk_scores_grad(operands, addresses, workspace.data_ptr(), spec, passes, stream=stream)
     return grads
@@ -58,16 +91,17 @@ def cuda_dense_grad(
     softmax_scale: float, query_start: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradients of dense causal scores of CUDA tensors, every sum in a fixed order."""
-    spec = contract.check_scores_grad(grad_scores, q, pooled_kv, weights, compress_ratio, softmax_scale, query_start)
-    if contract_grad.kernels_unfit(q, pooled_kv, weights, grad_scores) is not None:
+    spec, unfit = _checked_dense_grad(
+        grad_scores, q, pooled_kv, weights, compress_ratio, softmax_scale, query_start
+    )  # fmt: skip
+    if unfit is not None:
         return reference.scores_grad(grad_scores, q, pooled_kv, weights, spec)
-    from . import cuda_grad_launch as cuda
-
-    read = (_readable(q), _readable(pooled_kv), _bridge.contiguous(weights))
+    cuda = _launches()
+    read = _read(q, pooled_kv, weights)
     grads = _empty_like(q, pooled_kv, weights)
     workspace = torch.empty(cuda.dense_workspace_bytes(spec), dtype=torch.uint8, device=q.device)
     with _bridge.on_stream_of(q) as stream:
-        operands = _operands(*read, None, _plain(grad_scores))
+        operands = _operands(*read, None, _bridge.plain(grad_scores))
         addresses = tuple(x.data_ptr() for x in grads)
         cuda.launch_scores_grad(operands, addresses, workspace.data_ptr(), spec, stream=stream)
     return grads
@@ -138,23 +172,16 @@ def _differentiated(
     return tuple(next(grads) if x.requires_grad else None for x in (q, pooled_kv, weights))
 
 
-def _plain(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().resolve_neg()
-
-
-def _readable(x: torch.Tensor) -> torch.Tensor:
-    """x itself where the kernels can read it, else a contiguous copy."""
-    from .cuda_grad_launch import aligned
-
-    x = _plain(x)
-    return x if aligned(x.data_ptr(), x.shape, x.stride()) else x.clone(memory_format=torch.contiguous_format)
+def _read(q: torch.Tensor, pooled_kv: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What the kernels read: the tensors themselves where they can, else contiguous copies."""
+    aligned = _launches().aligned
+    return (_bridge.readable(q, aligned), _bridge.readable(pooled_kv, aligned), *map(_bridge.contiguous, others))
 
 
 def _operands(*tensors: torch.Tensor | None) -> Any:
-    from .cuda_grad_launch import Operand, Operands
-
-    read = (None if x is None else Operand(x.data_ptr(), dtype_name(x), x.stride()) for x in tensors)
-    return Operands(*read)  # type: ignore[arg-type]
+    cuda = _launches()
+    read = [None if x is None else cuda.Operand(x.data_ptr(), _bridge.name_of(x.dtype), x.stride()) for x in tensors]
+    return cuda.Operands(*read)
 
 
 def _empty_like(q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor) -> Any:

@@ -16,6 +16,7 @@ from .._torch_backend import choose
 from . import contract, ops, reference
 
 Dsv4SinkhornBackend = Literal["torch", "tilelang", "auto"]
+_check = _bridge.remembered(contract.check)
 
 
 def kernel_missing() -> str | None:
@@ -43,7 +44,7 @@ def dsv4_sinkhorn_normalize(
     CUDA tensors where they can run, else "torch". Raises TypeError and ValueError as the array function,
     RuntimeError for "tilelang" where it cannot run.
     """
-    spec = _spec(x, repeat, eps) if isinstance(x, torch.Tensor) else None  # choose() refuses all else
+    spec = _check(x, repeat, eps) if isinstance(x, torch.Tensor) else None  # choose() refuses all else
     picked = choose(
         "dsv4_sinkhorn_normalize",
         backend,
@@ -52,29 +53,8 @@ def dsv4_sinkhorn_normalize(
         kernel_missing=kernel_missing() or (None if spec is None else contract.kernels_unfit(spec)),
     )
     if picked == "tilelang" and spec is not None:
-        if _bridge.autograd_is_idle(x):
-            with _bridge.below_autograd():
-                return NORMALIZE(x, spec.repeat, spec.eps)
-        return NORMALIZE(x, spec.repeat, spec.eps)
+        return _bridge.call(NORMALIZE, x, spec.repeat, spec.eps)
     return sinkhorn_normalize_torch(x, repeat, eps)
-
-
-_known: dict[tuple[Any, ...], contract.Spec] = {}
-
-
-def _spec(x: torch.Tensor, repeat: Any, eps: Any) -> contract.Spec:
-    """contract.check, remembered by everything it looks at: checking anew would take as long as a launch."""
-    plain = type(x) is torch.Tensor and not x.is_nested and type(repeat) is int and type(eps) is float
-    if not plain or torch.compiler.is_compiling():
-        return contract.check(x, repeat, eps)
-    key = (x.shape, x.dtype, x.layout, x.device, repeat, eps)
-    spec = _known.get(key)
-    if spec is None:
-        spec = contract.check(x, repeat, eps)
-        if len(_known) >= contract.KNOWN_CALLS:
-            _known.clear()
-        _known[key] = spec
-    return spec
 
 
 def _reference_forward(x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
@@ -86,7 +66,7 @@ def _reference_backward(grad_y: torch.Tensor, x: torch.Tensor, repeat: int, eps:
 
 
 def _cuda_forward(x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
-    spec = _spec(x, repeat, eps)
+    spec = _check(x, repeat, eps)
     if contract.kernels_unfit(spec) is not None:
         return reference.forward(x, spec)
     from . import cuda
@@ -99,7 +79,7 @@ def _cuda_forward(x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
 
 
 def _cuda_backward(grad_y: torch.Tensor, x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
-    spec = _spec(x, repeat, eps)
+    spec = _check(x, repeat, eps)
     if grad_y.shape != x.shape or grad_y.device != x.device or grad_y.dtype != x.dtype:
         spec = contract.check_grad(grad_y, x, repeat, eps)
     if contract.kernels_unfit(spec) is not None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from .. import _kernels
 from .._arrays import dtype_name, element_strides
+from .._kernel_arguments import constants, float32
 from . import cuda_sm90
 from .contract import Spec
 
@@ -111,20 +112,15 @@ def launch_forward(
         "ids": ids,
         "out": out,
         "lse": lse,
-        "q_stride_b": np.int64(q_strides[0]),
-        "q_stride_s": np.int64(q_strides[1]),
-        "q_stride_h": np.int64(q_strides[2]),
-        "kv_stride_b": np.int64(kv_strides[0]),
-        "kv_stride_k": np.int64(kv_strides[1]),
-        "queries": np.int32(spec.queries),
-        "heads": np.int32(spec.heads),
-        "keys": np.int32(spec.keys),
-        "slots": np.int32(spec.slots),
-        "scale": _scale(spec.scale, reference_rounding),
-    }
+        **constants(
+            ("q", "bsh", q_strides), ("kv", "bk", kv_strides),
+            queries=spec.queries, heads=spec.heads, keys=spec.keys, slots=spec.slots,
+        ),
+        "scale": float32(spec.scale if reference_rounding else spec.scale * LOG2E),  # unless exponentials are natural
+    }  # fmt: skip
     device = cupy.cuda.runtime.getDevice()
     hopper = forced_path != "portable" and cuda_sm90.takes(spec, reference_rounding, device)
-    if hopper and cuda_sm90.launch(arguments, spec, dtype, device, stream):
+    if hopper and cuda_sm90.launch(arguments, spec, q_strides, dtype, device, stream):
         return
     _launch_portable(arguments, spec, dtype, reference_rounding, stream)
 
@@ -157,8 +153,13 @@ def launch_narrow_ids(ids: int, narrow: int, count: int, keys: int, *, stream: A
 
 def aligned(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether 16-byte copies reach every row: strides in elements of 2 bytes, of axes longer than 1."""
+    return address % 16 == 0 and _even(shape, strides)
+
+
+@functools.lru_cache(maxsize=1024)
+def _even(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     steps = (step for step, size in zip(strides[:-1], shape[:-1], strict=True) if size > 1)
-    return address % 16 == 0 and strides[-1] == 1 and not any(step % 8 for step in steps)
+    return strides[-1] == 1 and not any(step % 8 for step in steps)
 
 
 # --- Choices -------------------------------------------------------------------------------------------
@@ -179,12 +180,6 @@ def _tile(dim: int, heads: int, device: int) -> tuple[int, int, int]:
 def _kernel(dtype: str, dim: int, tile: tuple[int, int, int], reference_rounding: bool) -> _kernels.Kernel:
     defines = _defines(dtype, dim, tile, reference_rounding)
     return _kernels.kernel("sparse_attention_fwd.cu", "sparse_attention_fwd", defines=defines)
-
-
-def _scale(scale: float, reference_rounding: bool) -> np.float32:
-    """What the kernel multiplies q.k with: log2(e) joins it unless exponentials are natural."""
-    with np.errstate(over="ignore"):  # a scale beyond float32 is infinite there
-        return np.float32(scale if reference_rounding else scale * LOG2E)
 
 
 # --- CuPy arrays ---------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ driver cannot describe) and nothing was queued.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import cupy
@@ -31,6 +32,7 @@ import numpy as np
 
 from .. import _kernels
 from .._arrays import dtype_name, element_strides
+from .._kernel_arguments import constants, float32
 from . import contract, cuda, cuda_bwd_mma, cuda_bwd_sm90
 from .contract import Spec
 from .cuda_bwd_mma import ELEMENTS
@@ -51,7 +53,11 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         for dim in contract.KERNEL_DIMS
         for bounds in (0, 1)
     ],
-    FINISH: [{"ELEMENT": element, "FIXED": fixed} for element in ELEMENTS.values() for fixed in (0, 1)],
+    FINISH: [
+        {"ELEMENT": element, "FIXED": fixed, "QUADS": quads}
+        for element in ELEMENTS.values()
+        for fixed, quads in ((0, 0), (0, 1), (1, 0))
+    ],
 }
 
 
@@ -71,7 +77,7 @@ def launch_backward(
     (float32) contiguous; `work` plan.size bytes, 16-byte aligned. stream: None for CuPy's current one, an object with
     `.ptr`, or a cudaStream_t as int. Raises RuntimeError where a kernel cannot be compiled or launched.
     """
-    at = {field.name: work + getattr(plan, field.name) for field in dataclasses.fields(Layout)}
+    at = {name: work + offset for name, offset in vars(plan).items()}
     element, stream = ELEMENTS[dtype], {"stream": stream}
     strides = {"grad_out": grad_out_strides, "out": out_strides, "q": q_strides}
     main = _main(grad_out, q, grad_out_strides, q_strides, spec, dtype)
@@ -79,7 +85,6 @@ def launch_backward(
         _prep(grad_out, q, sinks, out, lse, at, spec, element, strides, deterministic, stream)
     if deterministic:
         _exponents(kv, ids, at, spec, element, kv_strides, stream)
-    finish = _kernels.kernel(FINISH, "sparse_attention_bwd_finish", defines=_finish(element, deterministic))
     per_head, per_row = 4 * spec.queries * spec.heads, 2 * spec.queries * spec.heads * spec.dim
     for b, b_end, key, key_end, parts in passes(spec, plan):
         rows = key_end - key
@@ -95,7 +100,7 @@ def launch_backward(
             "grad_q": grad_q + b * per_row,
             "sums": at["sums"],
             "exponents": at["exponents"] + 4 * b * spec.keys if deterministic else 0,
-            "spec": dataclasses.replace(spec, batch=b_end - b),
+            "spec": spec if b_end - b == spec.batch else dataclasses.replace(spec, batch=b_end - b),
             "dtype": dtype,
             "grad_out_strides": grad_out_strides,
             "q_strides": q_strides,
@@ -108,11 +113,13 @@ def launch_backward(
         }
         more = {"sinks": sinks, "out": out, "lse": lse, "out_strides": out_strides}
         # Refused, if ever, where passes are over single batch rows: sums of fixed order, whose delta prep has found.
-        if main is cuda_bwd_mma or not main.launch(**arguments, **more):
+        hopper = main is cuda_bwd_sm90 and main.launch(**arguments, **more)
+        if not hopper:
             cuda_bwd_mma.launch(**arguments)
         if parts & SUMS:
+            quads = hopper and not deterministic
             _kernels.launch(
-                finish,
+                _finish_kernel("sparse_attention_bwd_finish", element, deterministic, quads),
                 grid=min(-(-(b_end - b) * rows * spec.dim // 8 // 256), MOST_BLOCKS),
                 block=256,
                 sums=at["sums"],
@@ -145,10 +152,9 @@ def _prep(
     grad_out: int, q: int, sinks: int, out: int, lse: int, at: dict[str, int], spec: Spec, element: str,
     strides: dict[str, tuple[int, ...]], deterministic: bool, stream: dict[str, Any],
 ) -> None:  # fmt: skip
-    defines = {"ELEMENT": element, "HEAD_DIM": spec.dim, "BOUNDS": int(deterministic)}
     rows_at_once = max(256 // spec.dim, 1)  # heads that a warp works on
     _kernels.launch(
-        _kernels.kernel(PREP, "sparse_attention_bwd_prep", defines=defines),
+        _prep_kernel("sparse_attention_bwd_prep", element, spec.dim, deterministic),
         grid=spec.batch * spec.queries if spec.heads > 0 else 0,
         block=32 * min(max(-(-spec.heads // rows_at_once), 1), 8),
         grad_out=grad_out,
@@ -160,10 +166,8 @@ def _prep(
         delta=at["delta"],
         key_part=at["key_part"],
         rest=at["rest"],
-        **{f"{name}_stride_{'bsh'[n]}": np.int64(of[n]) for name, of in strides.items() for n in range(3)},
-        queries=np.int32(spec.queries),
-        heads=np.int32(spec.heads),
-        scale=_float32(spec.scale),
+        **constants(*((name, "bsh", of) for name, of in strides.items()), queries=spec.queries, heads=spec.heads),
+        scale=float32(spec.scale),
         **stream,
     )
 
@@ -173,10 +177,9 @@ def _exponents(
     stream: dict[str, Any],
 ) -> None:  # fmt: skip
     """The exponent of every key's sums, from what its queries may add."""
-    defines = {"ELEMENT": element, "HEAD_DIM": spec.dim, "BOUNDS": 1}
     _zero(at["bounds"], 16 * spec.batch * spec.keys, stream)
     _kernels.launch(
-        _kernels.kernel(PREP, "sparse_attention_bwd_select", defines=defines),
+        _prep_kernel("sparse_attention_bwd_select", element, spec.dim, True),
         grid=spec.batch * -(-spec.queries // SELECT_QUERIES) if spec.heads > 0 else 0,
         block=SELECT_THREADS,
         ids=ids,
@@ -189,7 +192,7 @@ def _exponents(
         **stream,
     )
     _kernels.launch(
-        _kernels.kernel(PREP, "sparse_attention_bwd_exponents", defines=defines),
+        _prep_kernel("sparse_attention_bwd_exponents", element, spec.dim, True),
         grid=min(-(-spec.batch * spec.keys // 8), MOST_BLOCKS),
         block=256,
         kv=kv,
@@ -210,7 +213,7 @@ def _sinks(
     rows = spec.batch * spec.queries
     chunks, head_tiles = -(-rows // SINK_QUERIES), -(-spec.heads // SINK_HEADS)
     _kernels.launch(
-        _kernels.kernel(FINISH, "sparse_attention_bwd_sinks", defines=_finish(element, deterministic)),
+        _finish_kernel("sparse_attention_bwd_sinks", element, deterministic),
         grid=(chunks, head_tiles),
         block=(SINK_HEADS, SINK_LANES),
         log2_total=at["log2_total"],
@@ -222,7 +225,7 @@ def _sinks(
         **stream,
     )
     _kernels.launch(
-        _kernels.kernel(FINISH, "sparse_attention_bwd_sinks_sum", defines=_finish(element, deterministic)),
+        _finish_kernel("sparse_attention_bwd_sinks_sum", element, deterministic),
         grid=head_tiles,
         block=(SINK_HEADS, SINK_LANES),
         partial=at["sink_parts"],
@@ -236,7 +239,7 @@ def _sinks(
 def _zero(address: int, size: int, stream: dict[str, Any]) -> None:
     chunks = -(-size // 16)
     _kernels.launch(
-        _kernels.kernel(FINISH, "sparse_attention_bwd_zero", defines=_finish("BFloat16", False)),
+        _finish_kernel("sparse_attention_bwd_zero", "BFloat16", False),
         grid=min(-(-chunks // 256), MOST_BLOCKS),
         block=256,
         to=address,
@@ -245,13 +248,15 @@ def _zero(address: int, size: int, stream: dict[str, Any]) -> None:
     )
 
 
-def _finish(element: str, deterministic: bool) -> dict[str, Any]:
-    return {"ELEMENT": element, "FIXED": int(deterministic)}
+@functools.cache
+def _prep_kernel(function: str, element: str, dim: int, bounds: bool) -> _kernels.Kernel:
+    return _kernels.kernel(PREP, function, defines={"ELEMENT": element, "HEAD_DIM": dim, "BOUNDS": int(bounds)})
 
 
-def _float32(scale: float) -> np.float32:
-    with np.errstate(over="ignore"):  # a scale beyond float32 is infinite there
-        return np.float32(scale)
+@functools.cache
+def _finish_kernel(function: str, element: str, fixed: bool, quads: bool = False) -> _kernels.Kernel:
+    defines = {"ELEMENT": element, "FIXED": int(fixed), "QUADS": int(quads)}
+    return _kernels.kernel(FINISH, function, defines=defines)
 
 
 # --- CuPy arrays ---------------------------------------------------------------------------------------

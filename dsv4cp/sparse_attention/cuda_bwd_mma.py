@@ -9,9 +9,9 @@ import functools
 from typing import Any
 
 import cupy
-import numpy as np
 
 from .. import _kernels
+from .._kernel_arguments import constants, float32
 from .contract import Spec
 from .cuda_bwd_passes import BOTH, GRAD_Q, SUMS
 
@@ -72,8 +72,7 @@ def launch(
     """Queues the call and returns True: every call fits."""
     tile = _tile(spec.dim, spec.heads, cupy.cuda.runtime.getDevice())
     head_tiles = -(-spec.heads // tile[0])
-    with np.errstate(over="ignore"):  # a scale beyond float32 is infinite there
-        scale = np.float32(spec.scale)
+    scale = float32(spec.scale)
     for part in (GRAD_Q, SUMS) if parts == BOTH and head_tiles > 1 else (parts,):
         _kernels.launch(
             _kernel(dtype, spec.dim, tile, part, deterministic),
@@ -90,22 +89,13 @@ def launch(
             grad_q=grad_q,
             sums=sums,
             exponents=exponents,
-            grad_out_stride_b=np.int64(grad_out_strides[0]),
-            grad_out_stride_s=np.int64(grad_out_strides[1]),
-            grad_out_stride_h=np.int64(grad_out_strides[2]),
-            q_stride_b=np.int64(q_strides[0]),
-            q_stride_s=np.int64(q_strides[1]),
-            q_stride_h=np.int64(q_strides[2]),
-            kv_stride_b=np.int64(kv_strides[0]),
-            kv_stride_k=np.int64(kv_strides[1]),
-            queries=np.int32(spec.queries),
-            heads=np.int32(spec.heads),
-            keys=np.int32(spec.keys),
-            slots=np.int32(spec.slots),
-            first_key=np.int32(key_first),
-            range=np.int32(key_last - key_first),
+            **constants(
+                ("grad_out", "bsh", grad_out_strides), ("q", "bsh", q_strides), ("kv", "bk", kv_strides),
+                queries=spec.queries, heads=spec.heads, keys=spec.keys, slots=spec.slots, first_key=key_first,
+                range=key_last - key_first,
+            ),
             scale=scale,
-        )
+        )  # fmt: skip
     return True
 
 

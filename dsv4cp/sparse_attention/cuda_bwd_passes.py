@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
@@ -35,17 +36,22 @@ def layout(spec: Spec, deterministic: bool, cap: int) -> Layout:
 
     Raises ValueError where KEY_STEP key rows do not fit.
     """
-    batch_rows, key_rows = spec.batch, spec.keys
+    return _layout(spec.batch, spec.queries, spec.keys, spec.heads, spec.dim, deterministic, cap)
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(batch: int, queries: int, keys: int, heads: int, dim: int, deterministic: bool, cap: int) -> Layout:
+    batch_rows, key_rows = batch, keys
     if deterministic:
-        row = 8 * spec.dim
-        contract.check_workspace(cap, row * min(spec.keys, KEY_STEP))
-        batch_rows = min(spec.batch, cap // max(row * spec.keys, 1))
-        if batch_rows == 0 and spec.batch > 0:
+        row = 8 * dim
+        contract.check_workspace(cap, row * min(keys, KEY_STEP))
+        batch_rows = min(batch, cap // max(row * keys, 1))
+        if batch_rows == 0 and batch > 0:
             batch_rows, key_rows = 1, cap // row // KEY_STEP * KEY_STEP
-    per_head, per_query, per_key = (4 * spec.batch * n for n in (spec.queries * spec.heads, spec.queries, spec.keys))
-    sink_parts = 4 * -(-spec.batch * spec.queries // SINK_QUERIES) * spec.heads
+    per_head, per_query, per_key = (4 * batch * n for n in (queries * heads, queries, keys))
+    sink_parts = 4 * -(-batch * queries // SINK_QUERIES) * heads
     bounds = (per_query, per_query, 4 * per_key, per_key) if deterministic else (0,) * 4
-    sums = (8 if deterministic else 4) * batch_rows * key_rows * spec.dim
+    sums = (8 if deterministic else 4) * batch_rows * key_rows * dim
     sizes = [per_head, per_head, sink_parts, *bounds, sums]
     offsets, at = {}, 0
     for field, size in zip(fields(Layout), sizes, strict=False):

@@ -9,9 +9,8 @@ import functools
 import math
 from typing import Any
 
-import numpy as np
-
 from .. import _kernels
+from .._kernel_arguments import constants, float32
 from .contract import Spec
 from .cuda_sm90 import DIM, ELEMENTS, MOST_ITEMS, _is_hopper, _multiprocessors, tensor_map
 
@@ -79,16 +78,14 @@ def launch(
     q_map, grad_out_map = _map(q, q_strides, spec, dtype), _map(grad_out, grad_out_strides, spec, dtype)
     if q_map is None or grad_out_map is None:
         return False
-    finds = finds_delta(out, out_strides, spec, dtype, deterministic)
-    out_map = _map(out, out_strides, spec, dtype) if finds else q_map  # else not read
+    out_map = None if deterministic else _map(out, out_strides, spec, dtype)
+    finds = out_map is not None  # as finds_delta says
     device = cupy.cuda.runtime.getDevice()
     blocks = 1 if spec.heads <= HEADS else 2
     items = spec.batch * spec.queries * -(-spec.heads // (HEADS * blocks))
     room = _multiprocessors(device) // 2 if blocks == 1 else _multiprocessors(device) * CLUSTERS_OF_FOUR // 132
     if parts == 1:
         key_first = key_last = 0  # no slot adds to sums
-    with np.errstate(over="ignore"):  # a scale beyond float32 is infinite there
-        scale, scale2 = np.float32(spec.scale), np.float32(spec.scale * math.log2(math.e))
     _kernels.launch(
         _kernel(dtype, blocks, deterministic, finds),
         grid=min(items, room) * 2 * blocks,
@@ -97,7 +94,7 @@ def launch(
         stream=stream,
         q_map=q_map,
         grad_out_map=grad_out_map,
-        out_map=out_map,
+        out_map=out_map if finds else q_map,  # not read
         kv=kv,
         ids=ids,
         lse=lse,
@@ -107,25 +104,19 @@ def launch(
         grad_q=grad_q,
         sums=sums,
         exponents=exponents,
-        kv_stride_b=np.int64(kv_strides[0]),
-        kv_stride_k=np.int64(kv_strides[1]),
-        items=np.int32(items),
-        queries=np.int32(spec.queries),
-        heads=np.int32(spec.heads),
-        keys=np.int32(spec.keys),
-        slots=np.int32(spec.slots),
-        key_first=np.int32(key_first),
-        key_last=np.int32(key_last),
-        parts=np.int32(parts),
-        scale=scale,
-        scale2=scale2,
-    )
+        **constants(
+            ("kv", "bk", kv_strides), items=items, queries=spec.queries, heads=spec.heads, keys=spec.keys,
+            slots=spec.slots, key_first=key_first, key_last=key_last, parts=parts,
+        ),
+        scale=float32(spec.scale),
+        scale2=float32(spec.scale * math.log2(math.e)),
+    )  # fmt: skip
     return True
 
 
 def _map(address: int, strides: tuple[int, ...], spec: Spec, dtype: str) -> Any:
     """The tensor map of q, grad_out or out, None where the driver refuses."""
-    return tensor_map(address, (spec.heads, spec.queries, spec.batch), tuple(strides[2::-1]), dtype, BOX_HEADS)
+    return tensor_map(address, (spec.heads, spec.queries, spec.batch), strides[2::-1], dtype, BOX_HEADS)
 
 
 @functools.cache

@@ -41,7 +41,9 @@ def takes(spec: Spec, reference_rounding: bool, device: int) -> bool:
     )
 
 
-def launch(arguments: dict[str, Any], spec: Spec, dtype: str, device: int, stream: Any) -> bool:
+def launch(
+    arguments: dict[str, Any], spec: Spec, q_strides: tuple[int, ...], dtype: str, device: int, stream: Any
+) -> bool:
     """Queues the call; False where the driver cannot describe q's strides, and nothing was queued.
 
     `arguments` are those of the portable kernel (cuda.launch_forward).
@@ -49,8 +51,7 @@ def launch(arguments: dict[str, Any], spec: Spec, dtype: str, device: int, strea
     if spec.heads <= MOST_FEW:
         _launch_few(arguments, spec, dtype, device, stream)
         return True
-    strides = tuple(int(arguments[f"q_stride_{axis}"]) for axis in "hsb")
-    q_map = tensor_map(int(arguments["q"]), (spec.heads, spec.queries, spec.batch), strides, dtype)
+    q_map = tensor_map(arguments["q"], (spec.heads, spec.queries, spec.batch), q_strides[2::-1], dtype)
     if q_map is None:
         return False
     _kernels.launch(

@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from .. import _bridge
-from .._arrays import compute_dtype, library
+from .._arrays import compute_dtype
 from .._torch_backend import choose, with_row_major_gradient, without_autocast
 from . import (
     contract,
@@ -100,14 +100,17 @@ def dsv4_sparse_attention(
     pass of "tilelang" with backward_impl "deterministic" ValueError for a cap below one step, RuntimeError where torch
     would differentiate the reference. On Hopper "cudnn" with a gradient wanted has no "deterministic": a RuntimeError.
     """
-    flags = {"reference_rounding": reference_rounding, "all_rows_nonempty": all_rows_nonempty, "return_lse": return_lse}
-    spec = contract.check(q, kv, sinks, topk_idxs, sm_scale, plan=plan, **flags)
+    arguments = q, kv, sinks, topk_idxs, sm_scale, plan, reference_rounding, all_rows_nonempty, return_lse
+    if (unfit := kernel_missing()) is None:
+        spec, unfit = torch_bridge_kernels.checked(*arguments)
+    else:
+        spec = torch_bridge_kernels.check(*arguments)
     picked = choose(
         "dsv4_sparse_attention",
         backend,
         (q, kv),
         allowed=BACKENDS,
-        kernel_missing=kernel_missing() or _unfit(q, kv),
+        kernel_missing=unfit,
         cudnn_missing=torch_bridge_cudnn.missing(q, kv, spec) if backend == "cudnn" else None,
         require_bf16=backend == "auto",
     )
@@ -118,25 +121,18 @@ def dsv4_sparse_attention(
         if torch.is_grad_enabled() and (q.requires_grad or kv.requires_grad or sinks.requires_grad):
             contract_cudnn.require_order(backward_impl, generation)
         laid, fixed = contract_cudnn.ids(plan, topk_idxs, spec), backward_impl == "deterministic"
-        out, lse = torch_bridge_cudnn_ops.ATTEND(
-            q, kv, sinks, *laid, spec.scale, bool(all_rows_nonempty), fixed, cap
-        )  # fmt: skip
+        options = spec.scale, bool(all_rows_nonempty), fixed, cap
+        out, lse = _bridge.call(torch_bridge_cudnn_ops.ATTEND, q, kv, sinks, *laid, *options)
         return (out, lse) if return_lse else out
     ids = contract.plan_ids(plan, topk_idxs, _plans(picked, backend, q), spec)
     if picked == "tilelang":
         fixed = backward_impl == "deterministic"
-        out, lse = torch_bridge_kernels.ATTEND(q, kv, sinks, ids, spec.scale, bool(reference_rounding), fixed, cap)
+        options = spec.scale, bool(reference_rounding), fixed, cap
+        out, lse = _bridge.call(torch_bridge_kernels.ATTEND, q, kv, sinks, ids, *options)
     else:
         contract.check_rounding(reference_rounding, backend)
         out, lse = _attend(q, kv, sinks, ids, spec)
     return (out, lse) if return_lse else out
-
-
-def _unfit(q: Any, kv: Any) -> str | None:
-    """Why the kernels cannot take tensors that are valid arguments; what is not valid, the contract refuses."""
-    if library(q) != "torch" or library(kv) != "torch" or q.ndim == 0:
-        return None
-    return contract.kernels_unfit(q, kv)
 
 
 def _plans(picked: str, backend: str, q: torch.Tensor) -> tuple[str, ...]:

@@ -30,9 +30,24 @@ def _by_row(ids: Ids, batch: int, queries: int) -> torch.Tensor:
     return ids.ids if ids.lengths is None else ids.ids.reshape(batch, queries, ids.ids.shape[-1])
 
 
-def _spec(q: Any, kv: Any, sinks: Any, ids: Ids, sm_scale: float) -> Spec:
+@_bridge.remembered
+def _spec(q: Any, kv: Any, sinks: Any, topk_idxs: Any, topk_length: Any, sm_scale: float) -> Spec:
     """The Spec of an operator's arguments; with a plan, its slots are those of the plan."""
-    return contract.check(q, kv, sinks, _by_row(ids, *q.shape[:2]), sm_scale)
+    ids = _by_row(Ids(topk_idxs, topk_length, None), *q.shape[:2])
+    return contract.check(q, kv, sinks, ids, sm_scale)
+
+
+@_bridge.remembered
+def _grad_spec(
+    grad_out: Any, q: Any, kv: Any, sinks: Any, topk_idxs: Any, topk_length: Any, out: Any, lse: Any, sm_scale: float,
+    deterministic: bool, workspace_bytes: int,
+) -> Spec:  # fmt: skip
+    """The same of a gradient."""
+    ids = _by_row(Ids(topk_idxs, topk_length, None), *q.shape[:2])
+    return contract.check_grad(
+        grad_out, q, kv, sinks, ids, out, lse, sm_scale,
+        backward_impl="deterministic" if deterministic else "atomic", backward_workspace_bytes=workspace_bytes,
+    )  # fmt: skip
 
 
 def _forward(
@@ -41,7 +56,7 @@ def _forward(
     workspace_bytes: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     ids = Ids(topk_idxs, topk_length, valid_rows)
-    spec = _spec(q, kv, sinks, ids, sm_scale)
+    spec = _spec(q, kv, sinks, topk_idxs, topk_length, sm_scale)
     generation = torch_bridge_cudnn.major(q.get_device()) if q.is_cuda else 0
     if not q.is_cuda or contract_cudnn.unfit(q, kv, spec, generation) is not None:
         return reference.forward(q, kv, sinks, local(ids, spec), spec)
@@ -63,9 +78,8 @@ def _backward(
     sm_scale: float, all_rows_nonempty: bool, deterministic: bool, workspace_bytes: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     ids = Ids(topk_idxs, topk_length, valid_rows)
-    spec = contract.check_grad(
-        grad_out, q, kv, sinks, _by_row(ids, *q.shape[:2]), out, lse, sm_scale,
-        backward_impl="deterministic" if deterministic else "atomic", backward_workspace_bytes=workspace_bytes,
+    spec = _grad_spec(
+        grad_out, q, kv, sinks, topk_idxs, topk_length, out, lse, sm_scale, deterministic, workspace_bytes
     )  # fmt: skip
     if q.is_cuda and contract_cudnn.unfit(q, kv, spec, torch_bridge_cudnn.major(q.get_device())) is None:
         return torch_bridge_cudnn.backward(
@@ -82,7 +96,7 @@ def _fake_forward(
     valid_rows: torch.Tensor | None, sm_scale: float, all_rows_nonempty: bool, deterministic: bool,
     workspace_bytes: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    _spec(q, kv, sinks, Ids(topk_idxs, topk_length, valid_rows), sm_scale)
+    _spec(q, kv, sinks, topk_idxs, topk_length, sm_scale)
     wide = torch.float64 in (q.dtype, kv.dtype)
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float64 if wide else torch.float32)
 
@@ -124,7 +138,7 @@ class _Attend(torch.autograd.Function):
         sm_scale, _, deterministic, _ = ctx.options
         if q.is_cuda:
             contract.check_kernel_gradient(deterministic, "gradients of lse, nor graphs of a gradient (create_graph)")
-        own = local(Ids(*ids), _spec(q, kv, sinks, Ids(*ids), sm_scale))
+        own = local(Ids(*ids), _spec(q, kv, sinks, ids[0], ids[1], sm_scale))
         grads = torch_bridge_kernels._differentiated(q, kv, sinks, own, sm_scale, grad_out, grad_lse)
         return (*grads, *(None,) * 7)
 

@@ -6,7 +6,7 @@ tensors, so that a graph captured with the operators runs anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
@@ -14,34 +14,61 @@ import torch
 from .. import _bridge
 from .._arrays import dtype_name
 from . import contract, reference
+from .contract import Spec
 
 
-def readable(x: torch.Tensor, aligned: Callable[..., bool]) -> torch.Tensor:
-    """x itself where the kernels can read it, else a contiguous copy."""
-    x = x.detach().resolve_neg()
-    if aligned(x.data_ptr(), x.shape, x.stride()):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+def check(
+    q: Any, kv: Any, sinks: Any, topk_idxs: Any, sm_scale: Any, plan: Any = None, reference_rounding: Any = False,
+    all_rows_nonempty: Any = False, return_lse: Any = False,
+) -> Spec:  # fmt: skip
+    """The Spec of a forward call."""
+    flags = {"reference_rounding": reference_rounding, "all_rows_nonempty": all_rows_nonempty, "return_lse": return_lse}
+    return contract.check(q, kv, sinks, topk_idxs, sm_scale, plan=plan, **flags)
+
+
+@_bridge.remembered
+def checked(q: Any, kv: Any, *others: Any) -> tuple[Spec, str | None]:
+    """What `check` says, and why the CUDA kernels cannot take the tensors (None: they can)."""
+    return check(q, kv, *others), contract.kernels_unfit(q, kv)
+
+
+@_bridge.remembered
+def _checked_grad(
+    grad_out: Any, q: Any, kv: Any, sinks: Any, topk_idxs: Any, out: Any, lse: Any, sm_scale: float,
+    deterministic: bool, workspace_bytes: int,
+) -> tuple[Spec, str | None]:  # fmt: skip
+    """The same of a gradient call, whose further arguments are those of its operator."""
+    spec = contract.check_grad(
+        grad_out, q, kv, sinks, topk_idxs, out, lse, sm_scale,
+        backward_impl="deterministic" if deterministic else "atomic", backward_workspace_bytes=workspace_bytes,
+    )  # fmt: skip
+    return spec, contract.kernels_unfit(q, kv)
+
+
+@functools.cache  # an import statement in each call takes half a microsecond
+def _launches() -> Any:
+    from . import cuda
+
+    return cuda
 
 
 def _cuda_forward(
     q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor, topk_idxs: torch.Tensor, sm_scale: float,
     reference_rounding: bool, deterministic: bool, workspace_bytes: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    spec = contract.check(q, kv, sinks, topk_idxs, sm_scale)
-    if contract.kernels_unfit(q, kv) is not None:
+    spec, unfit = checked(q, kv, sinks, topk_idxs, sm_scale)
+    if unfit is not None:
         return reference.forward(q, kv, sinks, topk_idxs, spec, reference_rounding)
-    from . import cuda
-
-    q, kv = readable(q, cuda.aligned), readable(kv, cuda.aligned)
-    sinks, ids = _bridge.contiguous(sinks.float()), _bridge.contiguous(topk_idxs)
+    cuda = _launches()
+    q, kv = _bridge.readable(q, cuda.aligned), _bridge.readable(kv, cuda.aligned)
+    sinks, ids = _bridge.contiguous(_bridge.cast(sinks, torch.float32)), _bridge.contiguous(topk_idxs)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with _bridge.on_stream_of(q) as stream:
         ids = _narrow(ids, spec.keys, stream)
         cuda.launch_forward(
             q.data_ptr(), kv.data_ptr(), sinks.data_ptr(), ids.data_ptr(), out.data_ptr(), lse.data_ptr(), spec,
-            dtype=dtype_name(q), q_strides=q.stride(), kv_strides=kv.stride(),
+            dtype=_bridge.name_of(q.dtype), q_strides=q.stride(), kv_strides=kv.stride(),
             reference_rounding=reference_rounding, stream=stream,
         )  # fmt: skip
     return out, lse
@@ -60,18 +87,20 @@ def _cuda_backward(
     out: torch.Tensor, lse: torch.Tensor, sm_scale: float, deterministic: bool,
     workspace_bytes: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    if contract.kernels_unfit(q, kv) is not None:
-        arguments = grad_out, q, kv, sinks, topk_idxs, out, lse, sm_scale, deterministic, workspace_bytes
-        return _reference_backward(*arguments)
-    spec = contract.check_grad(
-        grad_out, q, kv, sinks, topk_idxs, out, lse, sm_scale,
-        backward_impl="deterministic" if deterministic else "atomic", backward_workspace_bytes=workspace_bytes,
+    spec, unfit = _checked_grad(
+        grad_out, q, kv, sinks, topk_idxs, out, lse, sm_scale, deterministic, workspace_bytes
     )  # fmt: skip
-    from . import cuda, cuda_bwd
+    if unfit is not None:
+        return _reference_gradient(
+            grad_out, q, kv, sinks, topk_idxs, out, lse, spec, deterministic, workspace_bytes
+        )  # fmt: skip
+    from . import cuda_bwd
 
-    plan = cuda_bwd.layout(spec, deterministic, workspace_bytes)
-    grad_out, q, kv, out = (readable(x.to(q.dtype), cuda.aligned) for x in (grad_out, q, kv, out))
-    sinks_, lse, ids = (_bridge.contiguous(x) for x in (sinks.float(), lse.float(), topk_idxs))
+    cuda = _launches()
+    plan, float32 = cuda_bwd.layout(spec, deterministic, workspace_bytes), torch.float32
+    grad_out, q, kv, out = (_bridge.readable(_bridge.cast(x, q.dtype), cuda.aligned) for x in (grad_out, q, kv, out))
+    sinks_, lse = (_bridge.contiguous(_bridge.cast(x, float32)) for x in (sinks, lse))
+    ids = _bridge.contiguous(topk_idxs)
     grad_q, grad_kv = q.new_empty(q.shape), kv.new_empty(kv.shape)
     grad_sinks = torch.empty(sinks.shape, dtype=torch.float32, device=q.device)
     work = torch.empty(plan.size, dtype=torch.uint8, device=q.device)
@@ -81,20 +110,18 @@ def _cuda_backward(
             grad_out=grad_out.data_ptr(), q=q.data_ptr(), kv=kv.data_ptr(), sinks=sinks_.data_ptr(),
             ids=ids.data_ptr(), out=out.data_ptr(), lse=lse.data_ptr(), grad_q=grad_q.data_ptr(),
             grad_kv=grad_kv.data_ptr(), grad_sinks=grad_sinks.data_ptr(), work=work.data_ptr(), plan=plan, spec=spec,
-            dtype=dtype_name(q), grad_out_strides=grad_out.stride(), q_strides=q.stride(), kv_strides=kv.stride(),
-            out_strides=out.stride(), deterministic=deterministic, stream=stream,
+            dtype=_bridge.name_of(q.dtype), grad_out_strides=grad_out.stride(), q_strides=q.stride(),
+            kv_strides=kv.stride(), out_strides=out.stride(), deterministic=deterministic, stream=stream,
         )  # fmt: skip
-    return grad_q, grad_kv, grad_sinks.to(sinks.dtype)
+    return grad_q, grad_kv, _bridge.cast(grad_sinks, sinks.dtype)
 
 
 def _narrow(ids: torch.Tensor, keys: int, stream: Any) -> torch.Tensor:
     """Contiguous ids as int32: themselves, or a copy after the range check."""
-    from . import cuda
-
     if ids.dtype == torch.int32:
         return ids
     narrow = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
-    cuda.launch_narrow_ids(ids.data_ptr(), narrow.data_ptr(), ids.numel(), keys, stream=stream)
+    _launches().launch_narrow_ids(ids.data_ptr(), narrow.data_ptr(), ids.numel(), keys, stream=stream)
     return narrow
 
 
@@ -103,10 +130,16 @@ def _reference_backward(
     out: torch.Tensor, lse: torch.Tensor, sm_scale: float, deterministic: bool,
     workspace_bytes: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    spec = contract.check_grad(
-        grad_out, q, kv, sinks, topk_idxs, out, lse, sm_scale,
-        backward_impl="deterministic" if deterministic else "atomic", backward_workspace_bytes=workspace_bytes,
+    spec, _ = _checked_grad(
+        grad_out, q, kv, sinks, topk_idxs, out, lse, sm_scale, deterministic, workspace_bytes
     )  # fmt: skip
+    return _reference_gradient(grad_out, q, kv, sinks, topk_idxs, out, lse, spec, deterministic, workspace_bytes)
+
+
+def _reference_gradient(
+    grad_out: torch.Tensor, q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor, topk_idxs: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor, spec: Spec, deterministic: bool, workspace_bytes: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     if q.is_cuda:
         contract.check_kernel_gradient(deterministic, f"{dtype_name(q)} with head_dim {spec.dim}")
     *grads, grad_sinks = reference.backward(grad_out, q, kv, sinks, topk_idxs, out, lse, spec, workspace_bytes)

@@ -18,6 +18,9 @@ from . import contract, ops, reference, torch_bridge_kernels
 LAYOUTS = {"torch": "reference", "sparse_torch": "reference", "tilelang": "cuda", "cudnn": "cudnn"}
 
 
+_check, _check_plan = _bridge.remembered(contract.check), _bridge.remembered(contract.check_plan)
+
+
 def attention_kernel_missing() -> str | None:
     """Why sparse attention's CUDA kernels cannot run on this machine, None when they can."""
     if "cuda" not in ops.ATTENTION_OFFERED:
@@ -61,7 +64,7 @@ def build_dsv4_sparse_topk_indices(
         "pooled_segment_ids": _moved(pooled_segment_ids, like),
         "pooled_positions": _moved(pooled_positions, like),
     }
-    spec = contract.check(
+    spec = _check(
         batch_size=batch_size,
         seq_len=seq_len,
         key_len=key_len,
@@ -101,7 +104,7 @@ def plan_dsv4_sparse_indices(
         kernel_missing=attention_kernel_missing(),
     )
     name = name if backend == "auto" else backend
-    spec = contract.check_plan(topk_idxs, kv_sequence, LAYOUTS[name], all_rows_nonempty)
+    spec = _check_plan(topk_idxs, kv_sequence, LAYOUTS[name], all_rows_nonempty)
     make = torch_bridge_kernels.plan if _by_kernels(spec.device) else reference.plan
     indices, topk_length, valid_rows = make(topk_idxs.detach(), spec)
     return SparseIndexPlan(name, indices, topk_length, valid_rows, spec.kv_sequence)

@@ -44,11 +44,18 @@ def plan(topk_idxs: torch.Tensor, spec: PlanSpec) -> tuple[torch.Tensor, torch.T
     return indices, lengths, None if valid_rows.shape[0] == lengths.shape[0] else valid_rows
 
 
-def _checked(like: torch.Tensor, *values: Any) -> tuple[Spec, dict[str, Any]]:
-    """Spec and arrays of the operator's arguments."""
+def _named(values: tuple[Any, ...]) -> dict[str, Any]:
+    """The operator's arguments behind `like`, under the names that the contract has for them."""
     names = ("batch_size", "seq_len", "key_len", "window_size", "compress_ratio", "n_pooled", "vanilla_key_len")
-    named = dict(zip((*names, "max_image_tokens", "dtype", *ARRAYS), values, strict=True))
-    return contract.check(like=like, **named), {name: named[name] for name in ARRAYS}
+    return dict(zip((*names, "max_image_tokens", "dtype", *ARRAYS), values, strict=True))
+
+
+def _arrays(values: tuple[Any, ...]) -> dict[str, Any]:
+    return dict(zip(ARRAYS, values[-len(ARRAYS) :], strict=True))
+
+
+def _spec(like: torch.Tensor, *values: Any) -> Spec:
+    return contract.check(like=like, **_named(values))
 
 
 def _on_cupy(spec: Any, x: torch.Tensor) -> Any:
@@ -59,22 +66,31 @@ def _on_cupy(spec: Any, x: torch.Tensor) -> Any:
     return replace(spec, library="cupy", xp=xp, device=cupy.cuda.Device(x.get_device()))
 
 
+@_bridge.remembered
+def _cupy_spec(like: torch.Tensor, *values: Any) -> Spec:
+    return _on_cupy(_spec(like, *values), like)
+
+
+@_bridge.remembered
+def _cupy_plan_spec(topk_idxs: torch.Tensor, kv_sequence: int, layout: str) -> PlanSpec:
+    return _on_cupy(contract.check_plan(topk_idxs, kv_sequence, layout, True), topk_idxs)
+
+
 def _cuda_build(like: torch.Tensor, *values: Any) -> torch.Tensor:
     from . import numba_cuda
 
-    spec, arrays = _checked(like, *values)
+    spec = _cupy_spec(like, *values)
     with _bridge.cupy_on_stream_of(like):
-        given = {name: None if x is None else _bridge.to_cupy(x) for name, x in arrays.items()}
-        return _bridge.to_torch(numba_cuda.build(_on_cupy(spec, like), **given))
+        given = {name: None if x is None else _bridge.to_cupy(x) for name, x in _arrays(values).items()}
+        return _bridge.to_torch(numba_cuda.build(spec, **given))
 
 
 def _cpu_build(like: torch.Tensor, *values: Any) -> torch.Tensor:
-    spec, arrays = _checked(like, *values)
-    return reference.build(spec, **arrays)
+    return reference.build(_spec(like, *values), **_arrays(values))
 
 
 def _fake_build(like: torch.Tensor, *values: Any) -> torch.Tensor:
-    spec, _ = _checked(like, *values)
+    spec = _spec(like, *values)
     return like.new_empty((spec.batch, spec.queries, spec.width), dtype=getattr(torch, spec.dtype))
 
 
@@ -90,9 +106,9 @@ def _cuda_plan_cudnn(topk_idxs: torch.Tensor, kv_sequence: int) -> tuple[torch.T
 def _cuda_layout(topk_idxs: torch.Tensor, kv_sequence: int, layout: str) -> tuple[Any, ...]:
     from . import numba_cuda
 
-    spec = contract.check_plan(topk_idxs, kv_sequence, layout, True)
+    spec = _cupy_plan_spec(topk_idxs, kv_sequence, layout)
     with _bridge.cupy_on_stream_of(topk_idxs):
-        made = numba_cuda.plan(_bridge.to_cupy(topk_idxs), _on_cupy(spec, topk_idxs))
+        made = numba_cuda.plan(_bridge.to_cupy(topk_idxs), spec)
         return tuple(None if x is None else _bridge.to_torch(x) for x in made)
 
 
