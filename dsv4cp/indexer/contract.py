@@ -6,7 +6,7 @@ Metadata only: no value of an array is read. The one place of this slice that ra
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,9 @@ class Spec:
     softmax_scale: float
     compress_ratio: int  # R
     query_start: int = 0
+
+
+_NAMES = tuple(field.name for field in fields(Spec))
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,7 @@ def check_topk_scores(
     )
     require_dtype("topk_indices", topk_indices, ID_DTYPES)
     shape = require_shape("topk_indices", topk_indices, "B S T", B=spec.batch, S=spec.queries)
-    return SlotsSpec(**vars(spec), slots=shape[2])
+    return SlotsSpec(**_values(spec), slots=shape[2])
 
 
 def check_topk_scores_grad(
@@ -216,7 +219,7 @@ def check_topk(
         else:
             require_shape(name, x, "B P", B=spec.batch, P=spec.entries)
     return TopkSpec(
-        **vars(spec),
+        **_values(spec),
         topk=whole_number("topk", topk, maximum=MAX_ENTRIES),
         order=_order(order),
         return_scores=_flag("return_scores", return_scores),
@@ -261,6 +264,10 @@ def check_extract(logits: Any, topk_indices: Any) -> ExtractSpec:
         entries=logits.shape[-1],
         slots=topk_indices.shape[-1],
     )
+
+
+def _values(spec: Spec) -> dict[str, Any]:
+    return {name: getattr(spec, name) for name in _NAMES}  # vars() is what torch.compile cannot trace of a dataclass
 
 
 def _limit_entries(name: str, entries: int) -> None:
