@@ -77,6 +77,15 @@
 //      and 150 clocks as well: 1.786 0.760 1.657 and 1.850 0.773 1.683: softmax 1187, but P waits 2159 for the products.
 //      Now the score warpgroup spends 6250 clocks a block of T640 (6425 before 7), 7070 of T160: still the chain that limits.
 //      Integer sums: correctness alone was checked, they were not timed since 6.
+// 10 and 11: medians in ms of the whole call, float32 sums, S4096 T640, S4096 T160, S2048 H128; before: 1.707 0.762 1.613.
+//  10  sums keep four columns of a lane side by side, so that lanes trade half as much before they add (128 shuffles and 398
+//      selections less 64 and 192), expected 3 to 5 %: 1.685 0.752 1.616.
+//      Additions by bulk copies of whole rows from 32 KB of shared memory, a unit of keys less, expected 1.35 to 1.45 for
+//      T640, since shuffles, additions and the fence before dQ leave the product warpgroups: 1.795 0.760 1.610. The copy
+//      engine adds a row of 512 bytes no faster than that; dropped.
+//  11  the arrival that gives the other block's buffer of scores back overtook loads from it (see nothing_of): in one query
+//      of thousands, most often of T160, S of 8 heads was the next block's. It now waits for what was loaded: 1.690 0.752
+//      1.600. Ordered for the whole cluster instead (.release.cluster): 1.868 0.893 1.793, as it waits for additions.
 //
 // By ncu, commit faa342f (clocks as they are, 1.76 to 1.80 GHz), this kernel, busy in percent of the peak: float32 T640 1.71 ms:
 // tensor pipe 44, L2 78, load/store data pipe 72, DRAM 16, issue slots 31; T160 0.748: 38, 80, 63, 51, 28; S2048 H128 T1152

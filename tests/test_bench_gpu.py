@@ -190,6 +190,7 @@ def test_only_some_cases(monkeypatch):
     monkeypatch.setattr("dsv4cp.commands.bench_ceilings.rows", lambda **_: iter([CEILINGS]))
     monkeypatch.setattr(bench_gpu_cases, "CASES", (make("Sinkhorn forward"), make("planning")))
     monkeypatch.setattr("dsv4cp.commands.bench_gpu_layers.cases", lambda: [])
+    monkeypatch.setattr("dsv4cp.commands.bench_host.cases", lambda: [])
     monkeypatch.setattr(bench_gpu, "prepared", lambda calls, repeats: Taken([lambda: 1.0], repeats))
     monkeypatch.setattr(bench_gpu, "release", lambda _: None)
     assert cupy is not None

@@ -82,7 +82,7 @@ def rows(*, peers: bool, tiny: bool, repeats: int, say: Say, only: str = "") -> 
     """
     import cupy
 
-    from . import bench_ceilings, bench_gpu_cases, bench_gpu_layers
+    from . import bench_ceilings, bench_gpu_cases, bench_gpu_layers, bench_host
 
     ceilings = None
     for found in bench_ceilings.rows(tiny=tiny, repeats=repeats, say=say):
@@ -90,7 +90,7 @@ def rows(*, peers: bool, tiny: bool, repeats: int, say: Say, only: str = "") -> 
             ceilings = found
         else:
             yield found
-    for make in (*bench_gpu_cases.CASES, *bench_gpu_layers.cases()):
+    for make in (*bench_gpu_cases.CASES, *bench_gpu_layers.cases(), *bench_host.cases()):
         try:
             name = make(True).name.lower() if only else ""
             if only and not any(word.lower() in name for word in only.split(",")):
@@ -162,7 +162,7 @@ def _rated(case: Case, row: dict[str, Any], ms: float, ceilings: Ceilings | None
     row["ms"] = ms
     if case.flops:
         row["tflops"] = case.flops / ms / 1e9
-    else:
+    elif case.bytes or case.scatter:
         row["gbs"] = (case.bytes or case.scatter) / ms / 1e6
     floor = case.floor(ceilings) if ceilings else None
     return row | ({"floor_ms": floor, "share": floor / ms} if floor is not None else {})

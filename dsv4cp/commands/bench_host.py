@@ -1,0 +1,118 @@
+"""Cases of what a call costs the host: inputs so small that the GPU waits for Python, forward and backward of each op.
+
+The rows "its launches alone" queue the kernels of one such call again, with the same arguments; what a call takes
+longer is checks, memory for results, and torch's dispatcher and autograd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .. import _kernels
+from .bench_gpu import Call, Case
+
+QUERIES, HEADS, DIM, TOPK, RATIO = 64, 64, 512, 32, 4
+ENTRIES, INDEX_HEADS, INDEX_DIM = QUERIES // RATIO, 64, 128
+ENOUGH = 16  # input sets, so that batches of calls have more than one to take
+
+
+@contextlib.contextmanager
+def recorded(queued: list[Call]) -> Iterator[None]:
+    """Adds to `queued` what queues again each kernel that is launched in the block."""
+    from .. import _numba
+
+    def keep(launch: Callable[..., Any]) -> Callable[..., Any]:
+        def kept(*args: Any, **kwargs: Any) -> Any:
+            queued.append(functools.partial(launch, *args, **kwargs))
+            return launch(*args, **kwargs)
+
+        return kept
+
+    doors: list[tuple[Any, str, Any]] = [(_kernels, "_queue", _kernels._queue), (_numba, "launch", _numba.launch)]
+    for module, name, launch in doors:
+        setattr(module, name, keep(launch))
+    try:
+        yield
+    finally:
+        for module, name, launch in doors:
+            setattr(module, name, launch)
+
+
+def calls() -> dict[str, Call]:
+    """A call of torch_ops by what it does."""
+    import torch
+
+    from .. import torch_ops as ops
+
+    torch_ops: Any = ops
+
+    def bf16(*shape: int) -> Any:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    q, kv, grad = bf16(1, QUERIES, HEADS, DIM), bf16(1, QUERIES + ENTRIES, DIM), bf16(1, QUERIES, HEADS, DIM)
+    sinks = torch.randn(HEADS, device="cuda")
+    leaves = [x.clone().requires_grad_() for x in (q, kv, sinks)]
+    lists = functools.partial(
+        torch_ops.build_dsv4_sparse_topk_indices, batch_size=1, seq_len=QUERIES, key_len=QUERIES + ENTRIES,
+        window_size=TOPK, n_pooled=ENTRIES, compress_ratio=RATIO, device="cuda",
+    )  # fmt: skip
+    ids = lists()
+    planned = functools.partial(torch_ops.plan_dsv4_sparse_indices, ids, QUERIES + ENTRIES, "tilelang")
+    attend = functools.partial(torch_ops.dsv4_sparse_attention, backend="tilelang", plan=planned())
+    out = attend(*leaves, None, DIM**-0.5)
+
+    matrices = torch.randn(QUERIES, 4, 4, device="cuda")
+    sinkhorn = functools.partial(torch_ops.dsv4_sinkhorn_normalize, backend="tilelang", repeat=20, eps=1e-6)
+    leaf = matrices.clone().requires_grad_()
+    normal = sinkhorn(leaf)
+
+    at: dict[str, Any] = {"compress_ratio": RATIO, "softmax_scale": INDEX_DIM**-0.5, "backend": "tilelang"}
+    index_q, pooled = bf16(1, QUERIES, INDEX_HEADS, INDEX_DIM), bf16(1, ENTRIES, INDEX_DIM)
+    weights = bf16(1, QUERIES, INDEX_HEADS)
+    chosen = torch.arange(ENTRIES, device="cuda").expand(1, QUERIES, ENTRIES).contiguous()
+    scorers = [x.clone().requires_grad_() for x in (index_q, pooled, weights)]
+    scores = torch_ops.dsv4_indexer_topk_scores(*scorers, chosen, **at)
+    ones = torch.ones_like(scores)
+    return {
+        "Sinkhorn forward": lambda: sinkhorn(matrices),
+        "Sinkhorn backward": lambda: torch.autograd.grad(normal, leaf, matrices, retain_graph=True),
+        "index building": lists,
+        "planning": planned,
+        "sparse attention forward": lambda: attend(q, kv, sinks, None, DIM**-0.5),
+        "sparse attention backward": lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True),
+        "indexer scores": lambda: torch_ops.dsv4_indexer_scores(index_q, pooled, weights, **at),
+        "indexer scores at ids": lambda: torch_ops.dsv4_indexer_topk_scores(index_q, pooled, weights, chosen, **at),
+        "indexer backward": lambda: torch.autograd.grad(scores, scorers, ones, retain_graph=True),
+    }
+
+
+PARTS = (
+    "Sinkhorn forward", "Sinkhorn backward", "index building", "planning", "sparse attention forward",
+    "sparse attention backward", "indexer scores", "indexer scores at ids", "indexer backward",
+)  # fmt: skip
+
+
+def cases() -> list[Callable[[bool], Case]]:
+    """All of them, none without torch."""
+    return [functools.partial(host, part=part) for part in PARTS] if importlib.util.find_spec("torch") else []
+
+
+def host(tiny: bool, *, part: str) -> Case:
+    """One call of torch_ops, and its launches alone."""
+    call = calls()[part]
+    call()  # compiles
+    queued: list[Call] = []
+    with recorded(queued):
+        kept = call()  # the results that the launches write to stay
+
+    def launches(**_: Any) -> Any:
+        for launch in queued:
+            launch()
+        return kept
+
+    ours = {"dsv4cp.torch_ops": lambda **_: call(), f"its launches alone: {len(queued)}": launches}
+    return Case("host time of a call", f"{part}, tiny", "host", [{} for _ in range(ENOUGH)], ours, launch_bound=True)

@@ -1,0 +1,60 @@
+"""What the benchmark's rows of host time queue: the launches of a call, again."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from dsv4cp import _kernels, _numba
+from dsv4cp.commands import bench_host
+
+
+def test_launches_are_kept_and_queued_again(monkeypatch):
+    made = []
+    monkeypatch.setattr(_kernels, "_queue", lambda *args: made.append(("kernel", args)))
+    monkeypatch.setattr(_numba, "launch", lambda *args: made.append(("numba", args)))
+    doors = _kernels._queue, _numba.launch
+    queued = []
+    with pytest.raises(ZeroDivisionError), bench_host.recorded(queued):
+        _kernels._queue(1, 2)
+        _numba.launch(3)
+        1 / 0  # noqa: B018
+    assert (_kernels._queue, _numba.launch) == doors
+    _kernels._queue(4)
+    assert made == [("kernel", (1, 2)), ("numba", (3,)), ("kernel", (4,))]
+    made.clear()
+    for launch in queued:
+        launch()
+    assert made == [("kernel", (1, 2)), ("numba", (3,))]
+
+
+def test_a_case_is_a_call_and_its_launches(monkeypatch):
+    monkeypatch.setattr(_kernels, "_queue", lambda *args: made.append(args))
+    monkeypatch.setattr(bench_host, "calls", lambda: {"planning": lambda: [_kernels._queue(1), _kernels._queue(2)]})
+    made = []
+    case = bench_host.host(False, part="planning")
+    whole, alone = case.ours
+    assert (whole, alone) == ("dsv4cp.torch_ops", "its launches alone: 2") and case.launch_bound
+    for name in (whole, alone):
+        made.clear()
+        case.ours[name]()
+        assert made == [(1,), (2,)]
+
+
+def test_parts_need_torch(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert bench_host.cases() == []
+
+
+@pytest.mark.gpu
+def test_every_part_is_a_call_with_launches():
+    pytest.importorskip("torch")
+    calls = bench_host.calls()
+    assert tuple(calls) == bench_host.PARTS
+    for name, call in calls.items():
+        call()
+        queued = []
+        with bench_host.recorded(queued):
+            call()
+        assert queued, name
