@@ -30,6 +30,7 @@ step fuzz "$python" tests/fuzz.py --device cuda --jobs 8 --cases 10400 --seconds
 step cudnn "$python" -m pytest -q --require-gpu -n 8 --dist load --tb=short --failures="$folder/failures_cudnn.log" $cudnn
 step sanitize bash tests/gpu/sanitize.sh 240
 step long "$python" tests/gpu/check_long.py
+step repeats "$python" tests/gpu/check_repeats.py
 step attention "$python" tests/gpu/check_attention_fwd.py # S65536 beside S4096, per query
 step bench "$python" -m dsv4cp bench --peers --record "$folder/bench.json" --plot "$folder/bench.png"
 echo "failed: ${failed[*]:-nothing}"
