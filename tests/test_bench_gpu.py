@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+import dsv4cp
 from dsv4cp.__main__ import main
 from dsv4cp.commands import bench, bench_gpu, bench_gpu_cases, bench_peers, machine
 from dsv4cp.commands.bench_gpu import Case, Ceilings, Entry
@@ -276,6 +277,36 @@ def test_both_gradients_of_the_indexer_get_what_a_set_holds(monkeypatch):
             call()
         want = ("grad", "q", "pooled", "weights", "ids"), {"backward_impl": impl, "compress_ratio": 4}
         assert made.pop() == want and not made
+
+
+def test_selections_are_told_the_lengths_that_cudnn_is_told_and_not(monkeypatch):
+    """Both rows of ours choose the same: what is not finished is -inf."""
+    import sys
+    from types import SimpleNamespace
+
+    import numpy as np
+
+    from dsv4cp.commands import bench_gpu_layers
+
+    made, rng = [], np.random.default_rng(0)
+    draw = SimpleNamespace(standard_normal=lambda shape, dtype: rng.standard_normal(shape, dtype))
+    monkeypatch.setitem(
+        sys.modules, "cupy", SimpleNamespace(arange=np.arange, inf=np.inf, float32=np.float32, random=draw)
+    )
+    monkeypatch.setattr(bench_gpu_layers, "with_torch", lambda sets: False)
+    case = bench_gpu_layers.selecting(True, queries=4096, topk=32)
+    real = dsv4cp.select_indexer_topk
+
+    def select(scores, topk, **options):
+        made.append(options)
+        return real(scores, topk, **options | {"backend": "reference"})
+
+    monkeypatch.setattr(bench_gpu_layers, "dsv4cp", SimpleNamespace(select_indexer_topk=select))
+    ids = {name: [call() for call in Entry(name, f, case.sets).calls()] for name, f in case.ours.items()}
+    assert list(ids) == ["dsv4cp, CuPy", "dsv4cp, CuPy, no limits"]
+    assert [x["compress_ratio"] for x in made] == [4, 4, None, None] and {x["backend"] for x in made} == {"cuda"}
+    for a, b in zip(*ids.values(), strict=True):
+        assert a.shape == (1, 256, 32) and np.array_equal(a, b) and (a[0, -1] >= 0).all()
 
 
 def test_portable_rows_run_the_portable_kernel_and_no_other_row_does():

@@ -7,6 +7,7 @@ import random
 import re
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -347,6 +348,14 @@ def test_ties_in_the_wrong_order_are_found(capsys, monkeypatch):
         return np.where(ids >= 0, scores.shape[1] - 1 - ids, ids).astype(np.int32), found
 
     monkeypatch.setattr(selection, "best_of_rows", last)
+    assert found(capsys, "selection")
+
+
+def test_an_entry_chosen_too_early_is_found(capsys, monkeypatch):
+    real = selection.seen_scores
+    monkeypatch.setattr(
+        selection, "seen_scores", lambda table, i0, i1, spec: real(table, i0, i1, replace(spec, compress_ratio=1))
+    )
     assert found(capsys, "selection")
 
 

@@ -34,7 +34,7 @@ TABLE = {
     10: (ATTENTION, GRADIENT),
     11: (ATTENTION, GRADIENT),
     12: ("index top-k", "selection", "index lists"),
-    13: ("index scores", "index scores gradient", "index top-k", "index lists"),
+    13: ("index scores", "index scores gradient", "index top-k", "selection", "index lists"),
     14: ("index top-k",),
     15: ("selection",),
     16: ("selection",),
@@ -418,6 +418,10 @@ def test_13_unfinished_groups_are_hidden(device, ran):
         got = run("index top-k", way, index_inputs(way, 1, 9, 3), R=4, topk=4, **NO_DOCUMENTS)
         if got is not None:
             assert [(row >= 0).sum() for row in got[0][0]] == want
+    for way in ways("selection", device, ran):
+        given = np.where(np.arange(3) < np.array(want)[:, None], -1.0, INF)
+        got = run("selection", way, {"scores": put(way, given, "float32")}, R=4, topk=4)
+        assert [(row >= 0).sum() for row in got[0]] == want
     for way in ways("index lists", device, ran):
         held = {} if way.library == "torch" else {"like": put(way, [0.0], "float32")}
         got = run("index lists", way, held, B=1, N=9, K=11, W=0, P=2, R=4, dtype="int64", positions="none")

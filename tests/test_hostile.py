@@ -65,6 +65,7 @@ CALLS = {
     "dsv4_indexer_topk": {**INDEXER, **START, **DOCUMENTS, "topk": 4, "order": "id", "return_scores": False},
     "select_indexer_topk": {
         "scores": floats(B, S, P), "topk": 4, "order": "id", "return_scores": False, "backend": "auto",
+        "compress_ratio": R, "query_start": 1,
     },
 }  # fmt: skip
 
@@ -153,6 +154,7 @@ def test_no_warning_whatever_the_values(dtype, seed):
             dsv4cp.dsv4_indexer_topk_scores(q, k, w, ids, **at),
             dsv4cp.dsv4_indexer_topk(q, k, w, 3, **at),
             dsv4cp.select_indexer_topk(given_scores, 3),
+            dsv4cp.select_indexer_topk(given_scores, 3, compress_ratio=2),
             dsv4cp.extract_indexer_topk_scores(given_scores, ids),
         ]
 

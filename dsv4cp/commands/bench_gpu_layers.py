@@ -210,11 +210,16 @@ def selecting(tiny: bool, *, queries: int, topk: int) -> Case:
     for arrays in sets:
         arrays["topk"] = topk
     ours: dict[str, Function] = {
-        "dsv4cp, CuPy": lambda scores, **_: dsv4cp.select_indexer_topk(scores, topk, backend="cuda")
+        "dsv4cp, CuPy": functools.partial(_selected, compress_ratio=RATIO),
+        "dsv4cp, CuPy, no limits": _selected,  # looks at the unfinished entries too
     }
     size = f"indexer: S{queries} P{entries} top-k {topk}"
     pairs = sum((i + 1) // RATIO for i in range(queries))
     return Case("indexer selection", size, "indexer_selection", sets, ours, bytes=4 * pairs + 4 * queries * topk)
+
+
+def _selected(scores: Any, topk: int, compress_ratio: int | None = None, **_: Any) -> Any:
+    return dsv4cp.select_indexer_topk(scores, topk, backend="cuda", compress_ratio=compress_ratio)
 
 
 def indexing(tiny: bool, *, part: str, queries: int, topk: int) -> Case:

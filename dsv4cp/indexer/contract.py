@@ -68,7 +68,7 @@ class TopkSpec(Spec):
 
 @dataclass(frozen=True)
 class SelectSpec:
-    """A selection over a given score matrix [..., P]."""
+    """A selection over a given score matrix [..., P], where `causal` [..., S, P]."""
 
     library: str
     xp: Any
@@ -79,6 +79,9 @@ class SelectSpec:
     topk: int
     order: str
     return_scores: bool
+    causal: bool = False  # query i sees (query_start + i + 1) // compress_ratio entries, else all
+    compress_ratio: int = 1
+    query_start: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,9 +118,7 @@ def check_scores(
     if query_total_len is not None:
         total = whole_number("query_total_len", query_total_len)
         if start + queries > total:
-            raise ValueError(
-                f"query_total_len: expected at least query_start + S = {start} + {queries}, got {total}"
-            )
+            raise ValueError(f"query_total_len: expected at least query_start + S = {start} + {queries}, got {total}")
     return Spec(
         library=shared.library,
         xp=shared.xp,
@@ -163,9 +164,7 @@ def check_topk_scores(
     **others: Any,
 ) -> SlotsSpec:
     """The Spec of a call that scores given ids."""
-    spec = check_scores(
-        q, pooled_kv, weights, compress_ratio, softmax_scale, topk_indices=topk_indices, **others
-    )
+    spec = check_scores(q, pooled_kv, weights, compress_ratio, softmax_scale, topk_indices=topk_indices, **others)
     require_dtype("topk_indices", topk_indices, ID_DTYPES)
     shape = require_shape("topk_indices", topk_indices, "B S T", B=spec.batch, S=spec.queries)
     return SlotsSpec(**_values(spec), slots=shape[2])
@@ -209,9 +208,7 @@ def check_topk(
         raise ValueError(
             f"{', '.join(absent)}: expected all of {', '.join(documents or {})} or none, got only {', '.join(given)}"
         )
-    spec = check_scores(
-        q, pooled_kv, weights, compress_ratio, softmax_scale, query_start, query_total_len, **given
-    )
+    spec = check_scores(q, pooled_kv, weights, compress_ratio, softmax_scale, query_start, query_total_len, **given)
     for name, x in given.items():
         require_dtype(name, x, ID_DTYPES)
         if name.startswith("q_"):
@@ -227,24 +224,27 @@ def check_topk(
     )
 
 
-def check_select(scores: Any, topk: Any, order: Any = "id", return_scores: Any = False) -> SelectSpec:
-    """The Spec of a selection over given scores."""
-    shared = facts(scores=scores)
+def check_select(
+    scores: Any, topk: Any, order: Any = "id", return_scores: Any = False, compress_ratio: Any = None,
+    query_start: Any = 0,
+) -> SelectSpec:  # fmt: skip
+    """The Spec of a selection over given scores, of every entry or, with compress_ratio, of the finished ones."""
+    shared, causal = facts(scores=scores), compress_ratio is not None
     require_dtype("scores", scores, FLOATS)
-    if len(scores.shape) < 1:
-        raise ValueError(f"scores: expected shape [..., P], got {list(scores.shape)}")
+    if len(scores.shape) < 1 + causal:
+        wanted = "[..., S, P] with compress_ratio" if causal else "[..., P]"
+        raise ValueError(f"scores: expected shape {wanted}, got {list(scores.shape)}")
     _limit_entries("scores", scores.shape[-1])
+    start = whole_number("query_start", query_start, maximum=LARGEST_POSITION)
+    if start and not causal:
+        raise ValueError(f"query_start: expected 0 without compress_ratio, got {start}")
+    ratio = whole_number("compress_ratio", compress_ratio, minimum=1, maximum=LARGEST_POSITION) if causal else 1
     return SelectSpec(
-        library=shared.library,
-        xp=shared.xp,
-        device=shared.device,
-        leading=tuple(scores.shape[:-1]),
-        entries=scores.shape[-1],
-        compute=compute_dtype(shared.xp, scores),
-        topk=whole_number("topk", topk, maximum=MAX_ENTRIES),
-        order=_order(order),
-        return_scores=_flag("return_scores", return_scores),
-    )
+        shared.library, shared.xp, shared.device, leading=tuple(scores.shape[:-1]), entries=scores.shape[-1],
+        compute=compute_dtype(shared.xp, scores), topk=whole_number("topk", topk, maximum=MAX_ENTRIES),
+        order=_order(order), return_scores=_flag("return_scores", return_scores), causal=causal, compress_ratio=ratio,
+        query_start=start,
+    )  # fmt: skip
 
 
 def check_extract(logits: Any, topk_indices: Any) -> ExtractSpec:

@@ -18,7 +18,7 @@ from .. import _kernels
 from .._arrays import dtype_name, element_strides
 from .._kernel_arguments import constants
 from . import cuda_sm90
-from .contract import Spec
+from .contract import SelectSpec, Spec
 
 ELEMENTS = {"bfloat16": "BFloat16", "float16": "Float16"}
 WEIGHT_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
@@ -48,7 +48,7 @@ class Limits(NamedTuple):
     ratio: int
 
 
-def limits(spec: Spec, causal: bool = True) -> Limits:
+def limits(spec: Spec | SelectSpec, causal: bool = True) -> Limits:
     """The causal rule (query_start + i + 1) // compress_ratio in numbers of 32 bits; every entry unless `causal`."""
     return _limits(spec.query_start, spec.compress_ratio, spec.entries, causal)
 

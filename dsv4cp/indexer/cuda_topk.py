@@ -50,7 +50,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 
 
 def select(scores: Any, spec: SelectSpec) -> Any:
-    """ids [..., topk] of given scores [..., P], with values if asked."""
+    """ids [..., topk] of given scores [..., P] or, causal, [..., S, P], with values if asked."""
     if spec.topk > MOST:
         return selection.select(scores, spec)
     with cupy.cuda.Device(scores.data.device_id):
@@ -60,7 +60,7 @@ def select(scores: Any, spec: SelectSpec) -> Any:
             rows = _three_axes(scores)
             launch_select(
                 operand(rows), ids.data.ptr, 0 if values is None else values.data.ptr, rows.shape,
-                topk=spec.topk, order=spec.order, visible=Limits(spec.entries, 0, 1),
+                topk=spec.topk, order=spec.order, visible=cuda_scores.limits(spec, causal=spec.causal),
             )  # fmt: skip
         elif ids.size:
             _fill_empty(ids, values)

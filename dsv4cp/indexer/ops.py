@@ -262,7 +262,14 @@ def dsv4_indexer_topk(
 
 
 def select_indexer_topk(
-    scores: Any, topk: int, *, order: str = "id", return_scores: bool = False, backend: str = "auto"
+    scores: Any,
+    topk: int,
+    *,
+    order: str = "id",
+    return_scores: bool = False,
+    backend: str = "auto",
+    compress_ratio: int | None = None,
+    query_start: int = 0,
 ) -> Any:
     """ids[...] = the `topk` largest of scores[..., P]: the selection of dsv4_indexer_topk over given scores.
 
@@ -271,10 +278,13 @@ def select_indexer_topk(
     order: "id" lists the chosen ids ascending, "score" best first (ties: smaller id first); -1 last in both.
 
     backend: "auto" takes "cuda" for CuPy arrays in bfloat16, float16 or float32, "reference" for all others.
+    compress_ratio: R >= 1 for causal scores [..., S, P]: query i chooses among the entries
+    j < (query_start + i + 1) // R, and what the others hold, NaN and +inf included, changes nothing. None: among all.
+    query_start: position of the first query; 0 without compress_ratio.
     scores: [..., P], any float dtype. Returns int32 [..., topk]; with return_scores=True (ids, values), values float32
     (float64 for float64 scores), -inf where the id is -1. Errors as in dsv4_indexer_scores.
     """
-    spec = contract.check_select(scores, topk, order, return_scores)
+    spec = contract.check_select(scores, topk, order, return_scores, compress_ratio, query_start)
     chosen = pick("select_indexer_topk", backend, spec.library, offered=OFFERED, twin="")
     impl: Any
     match contract_kernels.within_selection(chosen, backend, scores):

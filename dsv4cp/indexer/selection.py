@@ -96,6 +96,20 @@ class Packed:
         return self.spec.entries
 
 
+def seen_scores(table: Any, i0: int, i1: int, spec: SelectSpec) -> Any:
+    """Rows i0 .. i1 - 1 of [N, P] in the dtype of the arithmetic; by the causal rule of row r, which is query r % S,
+    -inf where it does not see, without the last entries that none of them sees."""
+    xp = spec.xp
+    if not spec.causal:
+        return cast(xp, table[i0:i1, :], spec.compute)
+    queries = spec.leading[-1]
+    read = spec.query_start + (queries if i0 // queries < (i1 - 1) // queries else (i1 - 1) % queries + 1)
+    scores = cast(xp, table[i0:i1, : min(read // spec.compress_ratio, spec.entries)], spec.compute)
+    tokens = xp.arange(i0, i1, dtype=xp.int64, device=spec.device) % queries + (spec.query_start + 1)
+    entries = xp.arange(scores.shape[1], dtype=xp.int64, device=spec.device)
+    return xp.where(entries[None, :] < (tokens // spec.compress_ratio)[:, None], scores, -xp.inf)
+
+
 # ---------------------------------------------------------------- drivers
 
 
@@ -133,7 +147,7 @@ def select(scores: Any, spec: SelectSpec) -> Any:
     ids = xp.empty((rows, spec.topk), dtype=xp.int32, device=spec.device)
     values = xp.empty((rows, spec.topk), dtype=spec.compute, device=spec.device) if spec.return_scores else None
     for i0, i1 in steps(rows, rows_at_once(8 if spec.compute == xp.float64 else 4, spec.entries)):
-        best, found = best_of_rows(xp, cast(xp, table[i0:i1, :], spec.compute), spec.topk, spec.order)
+        best, found = best_of_rows(xp, seen_scores(table, i0, i1, spec), spec.topk, spec.order)
         ids[i0:i1, :] = best
         if values is not None:
             values[i0:i1, :] = found

@@ -102,6 +102,9 @@ def small_selections() -> None:
         want, found = first_by_sort(own.reshape(-1, p), k)
         expect(f"top-k P{p} k{k}", check_equal, ids.reshape(-1, k), want)
         expect(f"top-k P{p} k{k} values", check_equal, values.reshape(-1, k), found)
+        spoiled = cupy.where(visible(s, p, 4, start), own, np.float32(np.nan))
+        chosen = dsv4cp.select_indexer_topk(spoiled, k, backend="cuda", compress_ratio=4, query_start=start)
+        expect(f"causal selection P{p} k{k}", check_equal, chosen, ids)
     print(f"selections: {time.perf_counter() - begin:.1f} s", flush=True)
 
 

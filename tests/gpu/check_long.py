@@ -193,9 +193,11 @@ def index_scores(queries: int, pooled: int, reference: bool) -> None:
         scores = step(f"scores, {backend}", 256 * MIB, dsv4cp.dsv4_indexer_scores, *arrays, **numbers, backend=backend)
         same(f"scores, {backend}", scores[:, last], dsv4cp.dsv4_indexer_scores(*part, **at_the_end, backend=backend))
     for backend in kernels("select_indexer_topk", reference) if scores is not None else ():
-        ids = step(f"selection, {backend}", 256 * MIB, dsv4cp.select_indexer_topk, scores, 512, backend=backend)
         alone = dsv4cp.select_indexer_topk(scores[:, last].copy(), 512, backend="reference")
-        same(f"selection, {backend}", ids[:, last], alone)
+        for what, rule in (("selection", {}), ("causal selection", {"compress_ratio": 4})):
+            options = {"backend": backend, **rule}
+            ids = step(f"{what}, {backend}", 256 * MIB, dsv4cp.select_indexer_topk, scores, 512, **options)
+            same(f"{what}, {backend}", ids[:, last], alone)
 
 
 def whole_layer(queries: int, heads: int, reference: bool) -> None:

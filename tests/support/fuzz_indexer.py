@@ -388,19 +388,39 @@ class SelectOp(Op):
         choose("special", [False, True])
         choose("layout", layouts(way, "stride 0"))
         choose("fill", [0xFF, 0x5A])
+        choose("R", [None, None, 4, 1, 3, 128])
+        choose("start", [0, 0, 1, 7, 1000, 30000])
+        choose("unseen", ["plain", "NaN", "inf"])
 
     def make(self, way: Way, case: dict) -> dict[str, Held | None]:
         leading = [min(n, 2**19 // max(case["P"], 1)) if n > 9 else n for n in case["leading"]]
-        return {"scores": hold(special_scores(case, (*leading, case["P"]), way.device), case["layout"], 0xFF)}
+        scores = special_scores(case, (*leading, case["P"]), way.device)
+        if case["unseen"] != "plain":
+            bad = math.nan if case["unseen"] == "NaN" else INF
+            scores = torch.where(self._seen(case, scores), scores, bad).to(scores.dtype)
+        return {"scores": hold(scores, case["layout"], 0xFF)}
+
+    @staticmethod
+    def _causal(case: dict, scores: torch.Tensor) -> bool:
+        return case["R"] is not None and scores.ndim > 1
+
+    def _seen(self, case: dict, scores: torch.Tensor) -> torch.Tensor:
+        """Broadcasts to the scores: entries that may be chosen."""
+        if not self._causal(case, scores):
+            return torch.ones((), dtype=torch.bool, device=scores.device)
+        return oracle64.causal(*scores.shape[-2:], case["R"], case["start"], scores.device)[0]
 
     def run(self, way: Way, case: dict, held: dict[str, Held | None]) -> list[Any]:
         options = {"order": case["order"], "return_scores": case["return scores"], "backend": way.backend}
+        if self._causal(case, held["scores"].view):
+            options |= {"compress_ratio": case["R"], "query_start": case["start"]}
         got = attempt(way, dsv4cp.select_indexer_topk, way.give(held["scores"]), case["topk"], **options)
         return list(got) if case["return scores"] else [got]
 
     def judge(self, way: Way, case: dict, held: dict, got: list[torch.Tensor], v: Verdict) -> None:
         scores = value(held["scores"])
-        ids, values = oracle64.topk(scores, case["topk"], case["order"])
+        seen = torch.where(self._seen(case, scores), scores, -INF)
+        ids, values = oracle64.topk(seen, case["topk"], case["order"])
         v.equal("ids", got[0], ids.int())
         if case["return scores"]:
             dtype = DTYPES[oracle64.compute(scores)]

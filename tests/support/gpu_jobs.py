@@ -31,6 +31,7 @@ SIZES: dict[str, dict[str, Any]] = {
 MORE: dict[str, list[dict[str, Any]]] = {  # a second case of an op
     "attention gradient": [{"impl": "deterministic"}],
     "index scores at ids gradient": [{"impl": "deterministic"}],
+    "selection": [{"R": 1, "start": 999, "unseen": "NaN"}],
     "Sinkhorn": [{"M": 9, "leading": [33]}],
     "Sinkhorn gradient": [{"M": 9, "leading": [33]}],
     "plan": [{"layout of plan": "cudnn", "promise": True}],
