@@ -292,6 +292,8 @@ def test_doctor_says_why_a_backend_cannot_run(monkeypatch, capsys):
 def test_doctor_knows_the_numpy_numba_clash(monkeypatch, capsys):
     monkeypatch.setattr(machine, "versions", lambda: VERSIONS)
     monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.delitem(sys.modules, "dsv4cp._numba", raising=False)  # another test may have imported it
+    monkeypatch.delattr(dsv4cp, "_numba", raising=False)
     (warning,) = doctor.warnings()
     assert "NumPy 2.5.2 and numba-cuda 0.30.4 clash" in warning and "numpy<2.5" in warning
 
