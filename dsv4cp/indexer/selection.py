@@ -18,6 +18,9 @@ SELECT_BYTES = 96 * 2**20  # temporaries of one chunk of rows, score rows includ
 BYTES_PER_SCORE = 36  # more than best_of_rows holds at once for each float32 score of its rows (20 measured)
 
 
+LEAST = np.iinfo(np.int32).min  # the bits of -0.0
+
+
 # ---------------------------------------------------------------- equations
 
 
@@ -32,8 +35,8 @@ def best_of_rows(xp: Any, scores: Any, topk: int, order: str) -> tuple[Any, Any]
             xp.full((rows, topk), -xp.inf, dtype=scores.dtype, device=device),
         )
     clean = xp.where(xp.isnan(scores), -xp.inf, scores)
-    if library(scores) == "numpy" and scores.dtype == np.float32:
-        ids = _first_by_key(clean, width, ordered=order == "score")
+    if library(scores) in ("numpy", "cupy") and scores.dtype == np.float32:
+        ids = _first_by_key(xp, clean, width, ordered=order == "score")
     else:
         # + 0.0 turns -0.0 into +0.0, which a radix sort would put apart.
         ids = xp.argsort(-clean + 0.0, axis=-1, stable=True)[:, :width]
@@ -51,21 +54,24 @@ def best_of_rows(xp: Any, scores: Any, topk: int, order: str) -> tuple[Any, Any]
     return ids, found
 
 
-def _first_by_key(scores: Any, width: int, *, ordered: bool) -> Any:
-    """NumPy, float32: ids of the first `width` entries by one integer key per entry, (score, id) in 64 bits.
+def _first_by_key(xp: Any, scores: Any, width: int, *, ordered: bool) -> Any:
+    """NumPy and CuPy, float32: ids of the first `width` entries by one integer key per entry, (score, id) in 64 bits.
 
     A float's bits read as an integer grow with the float when those of negatives are flipped, so the
-    complement in the upper half sorts larger scores first and the id in the lower half breaks ties.
+    complement in the upper half sorts larger scores first and the id in the lower half breaks ties. Bits alone are
+    looked at: CuPy's arithmetic takes subnormal numbers for zeros.
     """
-    bits = (scores + np.float32(0.0)).view(np.int32)
-    bits = ~np.where(bits < 0, bits ^ np.int32(0x7FFFFFFF), bits)
+    bits = scores.view(np.int32)
+    bits = ~xp.where(bits < 0, xp.where(bits == LEAST, np.int32(0), bits ^ np.int32(0x7FFFFFFF)), bits)
     keys = bits.astype(np.int64)
     del bits
     keys <<= 32
-    keys |= np.arange(scores.shape[1], dtype=np.int64)
-    if width < scores.shape[1]:
+    keys |= xp.arange(scores.shape[1], dtype=np.int64)
+    if library(scores) == "numpy" and width < scores.shape[1]:
         keys.partition(width - 1, axis=-1)
-    keys = keys[:, :width]
+        keys = keys[:, :width]
+    elif library(scores) == "cupy":  # its partition sorts, too
+        keys, ordered = xp.sort(keys, axis=-1)[:, :width], False
     if ordered:
         keys = np.sort(keys, axis=-1)
     return (keys & 0xFFFFFFFF).astype(np.int32)

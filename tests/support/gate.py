@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,10 +35,13 @@ def held(stream: Any) -> Iterator[None]:
     memory = cupy.cuda.alloc_pinned_memory(4)
     flag = np.frombuffer(memory, np.int32, 1)
     flag[0] = 0
+    gc.collect()  # and not inside: what earlier tests left may unload modules and free memory, which waits
+    gc.disable()
     _kernel()((1,), (1,), (np.uintp(memory.ptr), np.int64(MOST)), stream=stream)
     try:
         yield
         assert not stream.done, "a call waited for the device"
     finally:
         flag[0] = 1
+        gc.enable()
         stream.synchronize()
