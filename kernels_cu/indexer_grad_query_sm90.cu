@@ -33,6 +33,9 @@
 //   3  roles: predicted 5.0 ms, got 5.54 atomic and 10.97 deterministic; S4096 k512 0.384 and 0.689 (792 TFLOP/s).
 //   4  ids, incoming gradients and w asked for together instead of one after another, the next block's from L2: predicted
 //      5.0, got 5.59 and 10.95; S4096 0.381 and 0.684 (787 TFLOP/s): the start of a query was not what costs.
+//   By ncu (1.80 GHz), busy in percent of the peak: S32768 k1024 atomic 5.87 ms: L2 93, L1 64, DRAM 5, issue slots 35;
+//   deterministic 11.24: 92, 63, 3, 25; S4096 k512 0.447: 82, 57, 6, 32, and 0.785: 86, 59, 4, 24. L2 is full: additions and
+//   gathered key rows, 24 GB of them for the first case.
 //   Times are those of the whole call: clearing the sums, bounds, this kernel, rounding. Not tried on a GPU yet: additions as
 //   red.v4 of whole rows by the addition warps, which would free rows sooner.
 #ifndef ELEMENT

@@ -131,16 +131,18 @@ def measured(
 ) -> list[dict[str, Any]]:
     """A row for each entry; "failed" in it says why there is no time. A long run is not given up for one failure.
 
-    The entries take turns in ROUNDS rounds: a card that has just had a pause runs faster for a while, and one that is
-    hot or short of power slower, so that a place in the order would be worth several percent.
+    The entries take turns in ROUNDS rounds, each of which another begins: a card that has just had a pause, or lighter
+    work, runs faster for a while, and one that is hot or short of power slower, so that a place in the order would be
+    worth several percent.
     """
     made: list[dict[str, Any]] = []
     timings: list[Timing | None] = []
     for entry in entries:
         made.append({"case": case.name, "size": case.size, "implementation": entry.implementation})
         timings.append(_unless_it_fails(made[-1], functools.partial(prepared, entry.calls(), repeats)))
-    for _ in range(ROUNDS):
-        for row, timing in zip(made, timings, strict=True):
+    for turn in range(ROUNDS):
+        first = turn * len(made) // ROUNDS
+        for row, timing in zip(made[first:] + made[:first], timings[first:] + timings[:first], strict=True):
             if timing is not None and "failed" not in row:
                 _unless_it_fails(row, timing.take)
     return [
