@@ -413,7 +413,11 @@ def test_calls_follow_the_current_stream_and_never_wait(planned):
     stream = cupy.cuda.Stream(non_blocking=True)
     options = {"plan": way.plan(ids, 300, all_rows_nonempty=True)} if planned else {"all_rows_nonempty": True}
     want = way(grad, *inputs, 0.05, **options)  # a plan sorts the ids: without one sums have another order
+    cupy.cuda.Device().synchronize()
     with stream:
+        for to, new in zip(held, (grad, *inputs), strict=True):
+            to[...] = new  # loads the kernels of copies, which may wait
+            to[...] = 0
         way(*held, 0.05, **options)  # compiles, fills the pools of this stream
     cupy.cuda.Device().synchronize()
     with stream, gate.held(stream):
