@@ -101,7 +101,7 @@ def autograd_is_idle(*args: Any) -> bool:
 
 
 def call(operator: Any, *args: Any) -> Any:
-    """operator(*args), by the way below autograd where that is idle: 8 us less of 20, a call of sparse attention."""
+    """operator(*args), by the way below autograd where that is idle, which saves about a quarter of the way."""
     if autograd_is_idle(*args):
         with below_autograd():
             return operator(*args)

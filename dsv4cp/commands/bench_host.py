@@ -48,7 +48,7 @@ def calls() -> dict[str, Call]:
 
     from .. import torch_ops as ops
 
-    torch_ops: Any = ops
+    torch_ops: Any = ops  # mypy takes a list's tensors for any of the positional parameters
 
     def bf16(*shape: int) -> Any:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)

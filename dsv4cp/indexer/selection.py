@@ -15,10 +15,8 @@ from .contract import LARGEST_POSITION, SelectSpec, TopkSpec
 from .reference import Causal, itemsize, score_rows, steps
 
 SELECT_BYTES = 96 * 2**20  # temporaries of one chunk of rows, score rows included
-BYTES_PER_SCORE = 36  # more than best_of_rows holds at once for each float32 score of its rows (20 measured)
-
-
 LEAST = np.iinfo(np.int32).min  # the bits of -0.0
+BYTES_PER_SCORE = 36  # more than best_of_rows holds at once for each float32 score of its rows (20 measured)
 
 
 # ---------------------------------------------------------------- equations

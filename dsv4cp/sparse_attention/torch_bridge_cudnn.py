@@ -2,13 +2,9 @@
 
 cuDNN sees one batch row: queries [N, H, D] with N = B*S, keys [B*K, D], ids of that coordinate with the valid ones
 first, and only queries that have a key. On SM90 it has the gradient alone: this package's CUDA kernels supply out and
-lse there. It compiles its kernels at the first call for a dtype, a head count and a width (8 s each on the host of
-an H200), and its wrapper keeps a small Python object for every combination of shapes and scale it has seen.
-
-One H200, S4096 H64 T640 (causal V4 ids), torch 2.11, nvidia-cudnn-frontend 1.32, commit 7e4bb35, gradient in ms, each
-call queued behind matrix products: the wrapper directly 2.135; torch autograd with a plan 2.158, without one 2.162
-(all_rows_nonempty) and 2.974 (the host waits); CuPy with a plan 2.089, without 2.104; with one query that has no key
-3.098, for copies that moved two bytes at a time then. The plan 0.080, the packing alone 0.010.
+lse there. It compiles its kernels at the first call for a dtype, a head count and a width (some seconds each), and its
+wrapper keeps a small Python object for every combination of shapes and scale it has seen. What the backend costs beside
+the wrapper called directly is in docs/records/h200.json.
 """
 
 from __future__ import annotations

@@ -25,19 +25,11 @@ import numpy as np
 
 import dsv4cp
 from dsv4cp.sparse_attention import cuda, cuda_bwd
-from tests.support.attention_gpu import layer_inputs
+from tests.support.attention_gpu import LAYERS, layer_inputs
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SCALE = 512**-0.5
 Call = Callable[[], dict[str, Any]]
-# queries, heads, ratio, top-k: one block of heads, two, the kernel for few heads, heads that fill no block
-LAYERS = {
-    "R4": (4096, 64, 4, 512),
-    "R128": (4096, 64, 128, 4096),
-    "H128": (2048, 128, 4, 512),
-    "H16": (4096, 16, 4, 512),
-    "H40": (2048, 40, 128, 2048),
-}
 
 
 def attention(layer: tuple[int, ...], dtype: str) -> Iterator[tuple[str, Call]]:

@@ -12,6 +12,15 @@ import numpy as np
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 CHUNK = 2**26  # float64 numbers of gathered rows at a time
+# Queries, heads, ratio and top-k of layers: one block of heads with many slots a query and with few, two blocks, the
+# kernel for few heads, heads that fill no block.
+LAYERS = {
+    "R4": (4096, 64, 4, 512),
+    "R128": (4096, 64, 128, 4096),
+    "H128": (2048, 128, 4, 512),
+    "H16": (4096, 16, 4, 512),
+    "H40": (2048, 40, 128, 2048),
+}
 NORMALS = 7_340_033  # a prime: rows cut out of repetitions of so many numbers differ
 
 
