@@ -117,6 +117,12 @@ def stream_pointer(device_index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device_index)
 
 
+def is_current(device_index: int) -> bool:
+    """Whether the device is current for torch and for CuPy, each of which links a CUDA runtime of its own."""
+    current: bool = torch._C._cuda_getDevice() == device_index == _runtime().getDevice()
+    return current
+
+
 class on_stream_of:
     """`with on_stream_of(x) as stream:` the device of CUDA tensor x is current, for torch and for CuPy.
 

@@ -1,5 +1,6 @@
 """What a call of a torch operator costs the host beside its launches, kept small: checks are remembered, the dispatcher
-is entered below autograd where that has nothing to do, tensors are wrapped or copied only where they must be.
+is entered below autograd where that has nothing to do, tensors are wrapped or copied only where they must be. What a
+kind of call costs when it comes again is _bridge_programs.py's.
 
 A part of _bridge, which hands these names on.
 """
@@ -78,6 +79,10 @@ def _key(values: Iterable[Any]) -> tuple[Any, ...]:
 # --- The way to an operator ------------------------------------------------------------------------------
 
 
+functorch = torch._C._functorch.peek_interpreter_stack
+dispatch_modes, function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+
+
 def below_autograd() -> Any:
     """A block in which operators go straight to their kernels: torch's documented way to call oneself from Autograd."""
     return torch._C._AutoDispatchBelowAutograd()
@@ -96,8 +101,7 @@ def autograd_is_idle(*args: Any) -> bool:
                 return False
         elif kind is not float and kind not in PLAIN:
             return False
-    functorch = torch._C._functorch.peek_interpreter_stack()
-    return functorch is None and not torch._C._len_torch_dispatch_stack() and not torch._C._len_torch_function_stack()
+    return functorch() is None and not dispatch_modes() and not function_modes()
 
 
 def call(operator: Any, *args: Any) -> Any:

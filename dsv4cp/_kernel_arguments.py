@@ -152,7 +152,7 @@ def with_bytes(kernel: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
     return values
 
 
-def unpackable(function: str, parameters: Sequence[Parameter], values: tuple[Any, ...]) -> Exception:
+def unpackable(function: str, parameters: Sequence[Parameter], values: Sequence[Any]) -> Exception:
     """What to raise where packing refused values of fitting types: an int beyond an address."""
     for parameter, value in zip(parameters, values, strict=True):
         if parameter.kind is None and not 0 <= value < 2**64:

@@ -6,7 +6,8 @@ compiled code is kept in memory per device and on disk by CuPy, keyed by the exp
 One door launches: `launch()`. It takes kernel arguments by name, checks each against the parameter list in the
 CUDA text (kind, width, contiguity), and never lets an empty grid reach the driver. CuPy alone would pass
 a Python int as 64 bits, ignore strides and turn None into a null pointer. What was checked is packed in the widths
-that the text declares (_kernel_arguments.py), and queued by the driver itself. This file knows no slice.
+that the text declares (_kernel_arguments.py), and queued by the driver itself. What launch code would do again for
+every call of a kind is noted once (_kernel_notes.py) and played here. This file knows no slice.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import os
 import re
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ._kernel_arguments import ADDRESSES, Blocks, fitted, plain_type, unpackable, with_bytes
 from ._kernel_cache import through_cache
+from ._kernel_notes import Noting, Step
 from ._kernel_report import CompileReport, kernel_reports
 from ._kernel_sizes import BLOCK_THREADS, GRID_LIMITS, launch_sizes
 from ._kernel_text import Parameter, expand, parameters
@@ -100,7 +102,8 @@ def launch(
         type (np.int64 for i64); a struct takes bytes, or a NumPy structured scalar or array, of its size in bytes.
     grid, block: 1 to 3 sizes. A grid with a 0 in it launches nothing and never reaches the driver.
     shared_bytes: dynamic shared memory; more than 48 KB is opted in to, with all of L1 given to shared memory.
-    stream: None for CuPy's current one, an object with `.ptr`, or a cudaStream_t as int.
+    stream: None for CuPy's current one, an object with `.ptr`, or a cudaStream_t as int; Noting takes note of the
+        launch instead (_kernel_notes.py).
     device: where to launch; None for that of the first CuPy array, else the current one. It is current again
         afterwards whatever it was before.
 
@@ -108,6 +111,9 @@ def launch(
     non-contiguous array, an address or sizes out of range, each naming it; RuntimeError with the kernel's name where
     compiling, loading or launching fails, naming the package to install where NVRTC or CUDA headers are missing.
     """
+    if isinstance(stream, Noting):
+        stream.launch(kernel, grid, block, shared_bytes, arguments)
+        return
     try:
         values = kernel.take(arguments)
     except KeyError:
@@ -136,8 +142,28 @@ def launch(
         cuda.runtime.setDevice(current)
 
 
+def play(steps: Sequence[Step], addresses: Sequence[int], stream: int) -> None:
+    """Queues noted launches on the current device, with the arrays of the notes at these addresses.
+
+    stream: a cudaStream_t. Raises RuntimeError as `launch` does.
+    """
+    cuda = _cuda()
+    device = cuda.runtime.getDevice()
+    for kernel, sizes, shared_bytes, constant, moves, maps, size in steps:
+        if kernel is None:
+            _, array, offset = moves[0]
+            cuda.runtime.memsetAsync(addresses[array] + offset, 0, size, stream)
+            continue
+        values = list(constant)
+        for n, array, offset in moves:
+            values[n] = addresses[array] + offset
+        for n, array, offset, encode in maps:
+            values[n] = encode(addresses[array] + offset)
+        _queue(kernel, cuda, device, sizes, values, shared_bytes, stream)
+
+
 def _queue(
-    kernel: Kernel, cuda: Any, device: int, sizes: tuple[int, ...], values: tuple[Any, ...], shared_bytes: int,
+    kernel: Kernel, cuda: Any, device: int, sizes: tuple[int, ...], values: Sequence[Any], shared_bytes: int,
     stream: Any, fresh_thread: bool = False,
 ) -> None:  # fmt: skip
     loaded, blocks = kernel.loaded.get(device) or _load(kernel, device), kernel.blocks

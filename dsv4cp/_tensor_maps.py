@@ -9,12 +9,35 @@ import ctypes
 import functools
 from typing import Any
 
+from ._kernel_notes import Address, MapBytes
+
 # cuda.h: CU_TENSOR_MAP_DATA_TYPE_FLOAT16 and _BFLOAT16, _SWIZZLE_128B, _L2_PROMOTION_L2_128B
 DATA_TYPES = {"float16": 6, "bfloat16": 9}
 SWIZZLE_128B, L2_PROMOTION_128B = 3, 2
+MOST_KEPT = 64  # maps of one kind
 
 
-@functools.lru_cache(maxsize=512)
+class _Encoder:
+    """tensor_map of one kind of array, by address."""
+
+    __slots__ = ("_kind", "_known")
+
+    def __init__(self, *kind: Any) -> None:
+        self._kind = kind
+        self._known: dict[int, bytes] = {}
+
+    def __call__(self, address: int) -> bytes:
+        found = self._known.get(address)
+        if found is None:
+            found = _tensor_map(address, *self._kind)
+            if found is None:
+                raise RuntimeError(f"the driver refuses a tensor map at {address:#x}: {self._kind}")
+            if len(self._known) >= MOST_KEPT:
+                self._known.clear()
+            self._known[address] = found
+        return found
+
+
 def tensor_map(
     address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], dtype: str
 ) -> bytes | None:
@@ -24,6 +47,16 @@ def tensor_map(
     128 opaque bytes, or None where the driver refuses. Kept: a call asks for the same maps more than once, and training
     steps get the same memory again.
     """
+    found = _tensor_map(address, sizes, strides, box, dtype)
+    if type(address) is Address and found is not None:
+        return MapBytes(found, address, _Encoder(sizes, strides, box, dtype))
+    return found
+
+
+@functools.lru_cache(maxsize=512)
+def _tensor_map(
+    address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], dtype: str
+) -> bytes | None:
     rank = len(sizes)
     # An axis of one element may carry any stride; the driver wants one that it could use.
     steps = [2 * stride if size > 1 else 2 * sizes[0] for size, stride in zip(sizes[1:], strides, strict=True)]

@@ -13,6 +13,7 @@ import numpy as np
 
 from .. import _kernels
 from .._kernel_arguments import constants
+from .._kernel_notes import Noting
 from . import contract_grad, cuda_grad_kernels
 from .contract import SlotsSpec, Spec
 from .cuda_grad_kernels import THREADS, TILE, finish_kernel
@@ -242,7 +243,10 @@ def _from(x: Operand, row: int) -> Any:
     return x.address + size * row * x.strides[0]
 
 
-def _clear(address: int, size: int, stream: Any) -> None:
+def _clear(address: Any, size: int, stream: Any) -> None:
+    if isinstance(stream, Noting):
+        stream.zero(address, size)
+        return
     if stream is None:
         stream = cupy.cuda.get_current_stream()
     cupy.cuda.runtime.memsetAsync(address, 0, size, stream if isinstance(stream, int) else stream.ptr)

@@ -12,6 +12,7 @@ import torch
 
 from .. import _bridge
 from .._arrays import cast
+from .._bridge_programs import told
 from .._torch_backend import choose, without_autocast
 from . import contract, reference, torch_bridge_kernels, torch_bridge_topk
 
@@ -68,8 +69,16 @@ def dsv4_indexer_scores(
     CUDA bfloat16 tensors where they can run, else "torch". query_total_len: length of the whole sequence, at least
     query_start + S.
     """
+    call = None
+    if (missing := kernel_missing()) is None:
+        call = torch_bridge_kernels.told_of(
+            q, pooled_kv, weights, backend, compress_ratio, softmax_scale, query_start, query_total_len
+        )
+        if call is not None and (program := torch_bridge_kernels.PROGRAMS.find(call)) is not None:
+            numbers = compress_ratio, softmax_scale, query_start
+            return torch_bridge_kernels.play(program, call, q, pooled_kv, weights, *numbers)
     arguments = q, pooled_kv, weights, compress_ratio, softmax_scale, query_start, query_total_len
-    if (unfit := kernel_missing()) is None:
+    if (unfit := missing) is None:
         spec, unfit = torch_bridge_kernels.checked(*arguments)
     else:
         spec = contract.check_scores(*arguments)
@@ -83,7 +92,9 @@ def dsv4_indexer_scores(
     )
     if picked == "tilelang":
         numbers = spec.compress_ratio, spec.softmax_scale, spec.query_start
-        return _bridge.call(torch_bridge_kernels.SCORES, q, pooled_kv, weights, *numbers)
+        scores = _bridge.call(torch_bridge_kernels.SCORES, q, pooled_kv, weights, *numbers)
+        torch_bridge_kernels.settle(call, q, pooled_kv, weights, spec)
+        return scores
     return indexer_scores_torch(q, pooled_kv, weights, softmax_scale)
 
 
@@ -107,8 +118,13 @@ def dsv4_indexer_topk_scores(
     instead: the same bits every time, at up to twice the time, with 8 E + 4 bytes an entry (within 2 GiB: more take
     several passes). "auto" as in dsv4_indexer_scores.
     """
+    call = None
+    if (missing := kernel_missing()) is None:
+        call = told((q, pooled_kv, weights, topk_indices), (backend, compress_ratio, softmax_scale))
+        if call is not None and (program := torch_bridge_topk.PROGRAMS.find(call)) is not None:
+            return torch_bridge_topk.play(program, call, q, pooled_kv, weights, topk_indices, softmax_scale)
     arguments = q, pooled_kv, weights, topk_indices, compress_ratio, softmax_scale
-    if (unfit := kernel_missing()) is None:
+    if (unfit := missing) is None:
         spec, unfit = torch_bridge_topk.checked(*arguments)
     else:
         spec = contract.check_topk_scores(*arguments)
@@ -121,7 +137,10 @@ def dsv4_indexer_topk_scores(
         require_bf16=backend != "tilelang",
     )
     if picked == "tilelang":
-        return _bridge.call(torch_bridge_topk.TOPK_SCORES, q, pooled_kv, weights, topk_indices, spec.softmax_scale)
+        tensors = q, pooled_kv, weights, topk_indices
+        scores = _bridge.call(torch_bridge_topk.TOPK_SCORES, *tensors, spec.softmax_scale)
+        torch_bridge_topk.settle(call, *tensors, spec)
+        return scores
     return _topk_scores_torch(q, pooled_kv, weights, topk_indices, spec)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .. import _bridge
+from .._bridge_programs import Making, Program, Programs, Told, told
 from . import contract, contract_kernels, reference, torch_bridge_topk
 from .contract import Spec
 
@@ -89,19 +90,21 @@ class _Scores(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor, compress_ratio: int,
-        softmax_scale: float, query_start: int,
+        softmax_scale: float, query_start: int, ready: tuple[Program, Told] | None = None,
     ) -> torch.Tensor:  # fmt: skip
         ctx.save_for_backward(q, pooled_kv, weights)
-        ctx.options = compress_ratio, softmax_scale, query_start
+        ctx.options = options = compress_ratio, softmax_scale, query_start
+        if ready is not None:
+            program, call = ready
+            return program.run(call)[0]
         with _bridge.below_autograd():
-            return SCORES(q, pooled_kv, weights, compress_ratio, softmax_scale, query_start)
+            return SCORES(q, pooled_kv, weights, *options)
 
     @staticmethod
     def backward(ctx: Any, grad_scores: torch.Tensor) -> tuple[Any, ...]:
-        inputs = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return (*_differentiated(grad_scores, *inputs, *ctx.options), None, None, None)
-        return (*SCORES_GRAD(grad_scores, *inputs, *ctx.options), None, None, None)
+        gradient = _differentiated if torch.is_grad_enabled() else torch_bridge_topk.dense_gradient
+        grads = gradient(grad_scores, *ctx.saved_tensors, *ctx.options)
+        return (*grads, *(None,) * (len(ctx.needs_input_grad) - 3))
 
 
 def _differentiated(
@@ -138,3 +141,45 @@ SCORES_GRAD = _bridge.define_op(
     kernels={"CUDA": torch_bridge_topk.cuda_dense_grad, "CPU": _reference_grad},
     fake=_fake_grad,
 )
+
+
+# --- Calls that come again ---------------------------------------------------------------------------------
+
+PROGRAMS = Programs()
+
+
+def told_of(q: Any, pooled_kv: Any, weights: Any, *others: Any) -> Told | None:
+    """What a call of torch_bridge's on a machine with kernels is known by."""
+    if torch.compiler.is_compiling():
+        return None
+    return told((q, pooled_kv, weights), (*others, _launches().forced_path))
+
+
+def play(
+    program: Program, call: Told, q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor, compress_ratio: int,
+    softmax_scale: float, query_start: int,
+) -> torch.Tensor:  # fmt: skip
+    """SCORES of a call that has a program."""
+    if call.gradient:
+        numbers = int(compress_ratio), float(softmax_scale), int(query_start)
+        scores: torch.Tensor = _Scores.apply(q, pooled_kv, weights, *numbers, (program, call))
+        return scores
+    return program.run(call)[0]
+
+
+def settle(call: Told | None, q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor, spec: Spec) -> None:
+    """To be told of a call that SCORES has run on the kernels."""
+    cuda = _launches()
+
+    def note(making: Making) -> int | None:
+        if not all(cuda.aligned(x.data_ptr(), x.shape, x.stride()) for x in (q, pooled_kv)):
+            return None
+        operands = [
+            cuda.Operand(at, _bridge.name_of(x.dtype), x.stride())
+            for at, x in zip(making.given, (q, pooled_kv, weights), strict=True)
+        ]
+        out = making.make((spec.batch, spec.queries, spec.entries), torch.float32)
+        cuda.launch_scores(*operands, out, spec, cuda.limits(spec), stream=making)
+        return 1
+
+    PROGRAMS.settle(call, note)

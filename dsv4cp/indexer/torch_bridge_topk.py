@@ -10,11 +10,13 @@ do not depend on any order.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from .. import _bridge
+from .._bridge_programs import Making, Program, Programs, Told, told
 from . import contract, contract_grad, reference
 from .contract import SlotsSpec, Spec
 
@@ -144,18 +146,21 @@ class _TopkScores(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor, topk_indices: torch.Tensor,
-        softmax_scale: float,
+        softmax_scale: float, ready: tuple[Program, Told] | None = None,
     ) -> torch.Tensor:  # fmt: skip
         ctx.save_for_backward(q, pooled_kv, weights, topk_indices)
         ctx.softmax_scale = softmax_scale
+        if ready is not None:
+            program, call = ready
+            return program.run(call)[0]
         with _bridge.below_autograd():
             return TOPK_SCORES(q, pooled_kv, weights, topk_indices, softmax_scale)
 
     @staticmethod
     def backward(ctx: Any, grad_scores: torch.Tensor) -> tuple[Any, ...]:
-        q, pooled_kv, weights, topk_indices = ctx.saved_tensors
-        gradient = _differentiated if torch.is_grad_enabled() else TOPK_SCORES_GRAD
-        return (*gradient(grad_scores, q, pooled_kv, weights, topk_indices, ctx.softmax_scale), None, None)
+        gradient: Callable[..., Any] = _differentiated if torch.is_grad_enabled() else _gradient
+        grads = gradient(grad_scores, *ctx.saved_tensors, ctx.softmax_scale)
+        return (*grads, *(None,) * (len(ctx.needs_input_grad) - 3))
 
 
 def _differentiated(
@@ -179,9 +184,14 @@ def _read(q: torch.Tensor, pooled_kv: torch.Tensor, *others: torch.Tensor) -> tu
 
 
 def _operands(*tensors: torch.Tensor | None) -> Any:
-    cuda = _launches()
-    read = [None if x is None else cuda.Operand(x.data_ptr(), _bridge.name_of(x.dtype), x.stride()) for x in tensors]
-    return cuda.Operands(*read)
+    return _operands_at([None if x is None else x.data_ptr() for x in tensors], tensors)
+
+
+def _operands_at(addresses: Iterable[Any], tensors: Iterable[torch.Tensor | None]) -> Any:
+    cuda, pairs = _launches(), zip(addresses, tensors, strict=True)
+    return cuda.Operands(
+        *(None if x is None else cuda.Operand(at, _bridge.name_of(x.dtype), x.stride()) for at, x in pairs)
+    )
 
 
 def _empty_like(q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor) -> Any:
@@ -200,3 +210,114 @@ TOPK_SCORES_GRAD = _bridge.define_op(
     kernels={"CUDA": _cuda_grad, "CPU": _reference_grad},
     fake=_fake_grad,
 )
+
+
+# --- Calls that come again ---------------------------------------------------------------------------------
+
+PROGRAMS, _GRADIENTS, _DENSE_GRADIENTS = Programs(), Programs(), Programs()
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def play(
+    program: Program, call: Told, q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor,
+    topk_indices: torch.Tensor, softmax_scale: float,
+) -> torch.Tensor:  # fmt: skip
+    """TOPK_SCORES of a call that has a program."""
+    if call.gradient:
+        scale, ready = float(softmax_scale), (program, call)
+        scores: torch.Tensor = _TopkScores.apply(q, pooled_kv, weights, topk_indices, scale, ready)
+        return scores
+    return program.run(call)[0]
+
+
+def settle(
+    call: Told | None, q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor, topk_indices: torch.Tensor,
+    spec: SlotsSpec,
+) -> None:  # fmt: skip
+    """To be told of a call that TOPK_SCORES has run on the kernels."""
+    tensors = q, pooled_kv, weights, topk_indices
+
+    def note(making: Making) -> int | None:
+        if not _are_readable(*tensors):
+            return None
+        out = making.make(topk_indices.shape, torch.float32)
+        _launches().launch_topk_scores(_operands_at(making.given, tensors), out, spec, stream=making)
+        return 1
+
+    PROGRAMS.settle(call, note)
+
+
+def _gradient(
+    grad_scores: torch.Tensor, q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor,
+    topk_indices: torch.Tensor, softmax_scale: float,
+) -> Gradients:  # fmt: skip
+    """TOPK_SCORES_GRAD."""
+    fixed = torch.are_deterministic_algorithms_enabled()
+
+    def note(making: Making, spec: SlotsSpec, grads: tuple[Any, ...]) -> None:
+        cuda = _launches()
+        passes = cuda.plan(spec, fixed, contract_grad.WORKSPACE_BYTES)
+        g_at, *addresses = making.given
+        operands = _operands_at((*addresses, g_at), (q, pooled_kv, weights, topk_indices, grad_scores))
+        workspace = making.make((passes.workspace_bytes,), torch.uint8)
+        cuda.launch_topk_scores_grad(operands, grads, workspace, spec, passes, stream=making)
+
+    tensors = grad_scores, q, pooled_kv, weights, topk_indices
+    return _again(_GRADIENTS, TOPK_SCORES_GRAD, _checked_grad, note, tensors, (softmax_scale,), fixed)
+
+
+def dense_gradient(
+    grad_scores: torch.Tensor, q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor, compress_ratio: int,
+    softmax_scale: float, query_start: int,
+) -> Gradients:  # fmt: skip
+    """SCORES_GRAD of torch_bridge_kernels."""
+    from .torch_bridge_kernels import SCORES_GRAD
+
+    def note(making: Making, spec: Spec, grads: tuple[Any, ...]) -> None:
+        cuda = _launches()
+        g_at, *addresses = making.given
+        operands = _operands_at((*addresses, None, g_at), (q, pooled_kv, weights, None, grad_scores))
+        workspace = making.make((cuda.dense_workspace_bytes(spec),), torch.uint8)
+        cuda.launch_scores_grad(operands, grads, workspace, spec, stream=making)
+
+    tensors, options = (grad_scores, q, pooled_kv, weights), (compress_ratio, softmax_scale, query_start)
+    return _again(_DENSE_GRADIENTS, SCORES_GRAD, _checked_dense_grad, note, tensors, options)
+
+
+def _again(
+    programs: Programs, operator: Any, checked: Callable[..., tuple[Any, str | None]], note: Callable[..., None],
+    tensors: tuple[torch.Tensor, ...], options: tuple[Any, ...], *others: Any,
+) -> Gradients:  # fmt: skip
+    """operator(*tensors, *options), by its program where it has come before. note(making, spec, grads) notes it."""
+    call = None
+    if tensors[1].is_cuda:
+        call = told(tensors, (*options, *others, _kernels_of_gradients().forced_path))
+        if call is not None and (program := programs.find(call)) is not None:
+            grad_q, grad_kv, grad_weights = program.run(call)
+            return grad_q, grad_kv, grad_weights
+    grads: Gradients = operator(*tensors, *options)
+
+    def noted(making: Making) -> int | None:
+        spec, unfit = checked(*tensors, *options)
+        if unfit or not _are_readable(*tensors[1:]):
+            return None
+        note(making, spec, tuple(making.make(x.shape, x.dtype) for x in tensors[1:4]))
+        return 3
+
+    programs.settle(call, noted)
+    return grads
+
+
+@functools.cache
+def _kernels_of_gradients() -> Any:
+    from . import cuda_grad_kernels
+
+    return cuda_grad_kernels
+
+
+def _are_readable(q: torch.Tensor, pooled_kv: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether kernels read all of these as they are."""
+    aligned = _launches().aligned
+    return all(aligned(x.data_ptr(), x.shape, x.stride()) for x in (q, pooled_kv)) and all(
+        x.is_contiguous() for x in others
+    )

@@ -7,16 +7,19 @@ the reference, gradient included, so that a graph captured with them can be run 
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 import torch
 
 from .. import _bridge
+from .._bridge_programs import Making, Program, Programs, Told, told
 from .._torch_backend import choose
 from . import contract, ops, reference
 
 Dsv4SinkhornBackend = Literal["torch", "tilelang", "auto"]
 _check = _bridge.remembered(contract.check)
+_PROGRAMS, _GRADIENTS = Programs(), Programs()
 
 
 def kernel_missing() -> str | None:
@@ -44,17 +47,46 @@ def dsv4_sinkhorn_normalize(
     CUDA tensors where they can run, else "torch". Raises TypeError and ValueError as the array function,
     RuntimeError for "tilelang" where it cannot run.
     """
+    missing = kernel_missing()
+    call = told((x,), (backend, repeat, eps)) if missing is None else None
+    if call is not None and (program := _PROGRAMS.find(call)) is not None:
+        if call.gradient:
+            return _Normalize.apply(x, repeat, eps, (program, call))
+        return program.run(call)[0]
     spec = _check(x, repeat, eps) if isinstance(x, torch.Tensor) else None  # choose() refuses all else
     picked = choose(
         "dsv4_sinkhorn_normalize",
         backend,
         (x,),
         allowed=("torch", "tilelang", "auto"),
-        kernel_missing=kernel_missing() or (None if spec is None else contract.kernels_unfit(spec)),
+        kernel_missing=missing or (None if spec is None else contract.kernels_unfit(spec)),
     )
     if picked == "tilelang" and spec is not None:
-        return _bridge.call(NORMALIZE, x, spec.repeat, spec.eps)
+        y = _bridge.call(NORMALIZE, x, spec.repeat, spec.eps)
+        _PROGRAMS.settle(call, functools.partial(_note_forward, x, spec))
+        return y
     return sinkhorn_normalize_torch(x, repeat, eps)
+
+
+def _note_forward(x: torch.Tensor, spec: contract.Spec, making: Making) -> int | None:
+    if not x.is_contiguous():
+        return None
+    _launches().launch_forward(*making.given, making.make(x.shape, x.dtype), spec, stream=making)
+    return 1
+
+
+def _note_backward(grad_y: torch.Tensor, x: torch.Tensor, spec: contract.Spec, making: Making) -> int | None:
+    if contract.kernels_unfit(spec) or grad_y.dtype != x.dtype or not (x.is_contiguous() and grad_y.is_contiguous()):
+        return None
+    _launches().launch_backward(*making.given, making.make(x.shape, x.dtype), spec, stream=making)
+    return 1
+
+
+@functools.cache  # an import statement in each call takes half a microsecond
+def _launches() -> Any:
+    from . import cuda
+
+    return cuda
 
 
 def _reference_forward(x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
@@ -69,12 +101,10 @@ def _cuda_forward(x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
     spec = _check(x, repeat, eps)
     if contract.kernels_unfit(spec) is not None:
         return reference.forward(x, spec)
-    from . import cuda
-
     x = _bridge.contiguous(x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     with _bridge.on_stream_of(x) as stream:
-        cuda.launch_forward(x.data_ptr(), y.data_ptr(), spec, stream=stream)
+        _launches().launch_forward(x.data_ptr(), y.data_ptr(), spec, stream=stream)
     return y
 
 
@@ -86,12 +116,10 @@ def _cuda_backward(grad_y: torch.Tensor, x: torch.Tensor, repeat: int, eps: floa
         return reference.backward(grad_y, x, spec)
     if grad_y.dtype != x.dtype:  # torch's own gradients have x's dtype
         return _cuda_backward(grad_y.float(), x.float(), repeat, eps).to(x.dtype)
-    from . import cuda
-
     x, grad_y = _bridge.contiguous(x), _bridge.contiguous(grad_y)
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     with _bridge.on_stream_of(x) as stream:
-        cuda.launch_backward(grad_y.data_ptr(), x.data_ptr(), grad_x.data_ptr(), spec, stream=stream)
+        _launches().launch_backward(grad_y.data_ptr(), x.data_ptr(), grad_x.data_ptr(), spec, stream=stream)
     return grad_x
 
 
@@ -110,18 +138,33 @@ class _Normalize(torch.autograd.Function):
     reference's, which torch differentiates again."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, repeat: int, eps: float, ready: tuple[Program, Told] | None = None
+    ) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.numbers = repeat, eps
+        if ready is not None:
+            program, call = ready
+            return program.run(call)[0]
         with _bridge.below_autograd():
             return NORMALIZE(x, repeat, eps)
 
     @staticmethod
-    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[Any, ...]:
         (x,) = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return _reference_backward(grad_y, x, *ctx.numbers), None, None
-        return NORMALIZE_GRAD(grad_y, x, *ctx.numbers), None, None
+        return _gradient(grad_y, x, *ctx.numbers), *(None,) * (len(ctx.needs_input_grad) - 1)
+
+
+def _gradient(grad_y: torch.Tensor, x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
+    if torch.is_grad_enabled():
+        return _reference_backward(grad_y, x, repeat, eps)
+    call = told((grad_y, x), (repeat, eps))
+    if call is not None and (program := _GRADIENTS.find(call)) is not None:
+        return program.run(call)[0]
+    grad_x: torch.Tensor = NORMALIZE_GRAD(grad_y, x, repeat, eps)
+    if call is not None:
+        _GRADIENTS.settle(call, functools.partial(_note_backward, grad_y, x, _check(x, repeat, eps)))
+    return grad_x
 
 
 NORMALIZE = _bridge.define_op(

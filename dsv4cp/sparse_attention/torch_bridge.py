@@ -100,8 +100,19 @@ def dsv4_sparse_attention(
     pass of "tilelang" with backward_impl "deterministic" ValueError for a cap below one step, RuntimeError where torch
     would differentiate the reference. On Hopper "cudnn" with a gradient wanted has no "deterministic": a RuntimeError.
     """
+    missing, call = kernel_missing(), None
+    if missing is None:
+        call = torch_bridge_kernels.told_of(
+            q, kv, sinks, topk_idxs, plan, sm_scale, backend, reference_rounding, all_rows_nonempty, return_lse,
+            backward_impl, backward_workspace_bytes,
+        )  # fmt: skip
+    fixed = isinstance(backward_impl, str) and backward_impl == "deterministic"
+    if call is not None and (program := torch_bridge_kernels.PROGRAMS.find(call)) is not None:
+        ids, more = topk_idxs if plan is None else plan.indices, (fixed, backward_workspace_bytes)
+        out, lse = torch_bridge_kernels.play(program, call, q, kv, sinks, ids, sm_scale, reference_rounding, *more)
+        return (out, lse) if return_lse else out
     arguments = q, kv, sinks, topk_idxs, sm_scale, plan, reference_rounding, all_rows_nonempty, return_lse
-    if (unfit := kernel_missing()) is None:
+    if (unfit := missing) is None:
         spec, unfit = torch_bridge_kernels.checked(*arguments)
     else:
         spec = torch_bridge_kernels.check(*arguments)
@@ -120,15 +131,15 @@ def dsv4_sparse_attention(
         contract_cudnn.require(q, kv, spec, generation, reference_rounding=bool(reference_rounding))
         if torch.is_grad_enabled() and (q.requires_grad or kv.requires_grad or sinks.requires_grad):
             contract_cudnn.require_order(backward_impl, generation)
-        laid, fixed = contract_cudnn.ids(plan, topk_idxs, spec), backward_impl == "deterministic"
+        laid = contract_cudnn.ids(plan, topk_idxs, spec)
         options = spec.scale, bool(all_rows_nonempty), fixed, cap
         out, lse = _bridge.call(torch_bridge_cudnn_ops.ATTEND, q, kv, sinks, *laid, *options)
         return (out, lse) if return_lse else out
     ids = contract.plan_ids(plan, topk_idxs, _plans(picked, backend, q), spec)
     if picked == "tilelang":
-        fixed = backward_impl == "deterministic"
         options = spec.scale, bool(reference_rounding), fixed, cap
         out, lse = _bridge.call(torch_bridge_kernels.ATTEND, q, kv, sinks, ids, *options)
+        torch_bridge_kernels.settle(call, q, kv, sinks, ids, spec, bool(reference_rounding))
     else:
         contract.check_rounding(reference_rounding, backend)
         out, lse = _attend(q, kv, sinks, ids, spec)

@@ -13,6 +13,8 @@ import torch
 
 from .. import _bridge
 from .._arrays import dtype_name
+from .._bridge_programs import Making, Program, Programs, Told, told
+from .._plan import SparseIndexPlan
 from . import contract, reference
 from .contract import Spec
 
@@ -50,6 +52,13 @@ def _launches() -> Any:
     from . import cuda
 
     return cuda
+
+
+@functools.cache
+def _gradient_launches() -> Any:
+    from . import cuda_bwd
+
+    return cuda_bwd
 
 
 def _cuda_forward(
@@ -94,9 +103,7 @@ def _cuda_backward(
         return _reference_gradient(
             grad_out, q, kv, sinks, topk_idxs, out, lse, spec, deterministic, workspace_bytes
         )  # fmt: skip
-    from . import cuda_bwd
-
-    cuda = _launches()
+    cuda, cuda_bwd = _launches(), _gradient_launches()
     plan, float32 = cuda_bwd.layout(spec, deterministic, workspace_bytes), torch.float32
     grad_out, q, kv, out = (_bridge.readable(_bridge.cast(x, q.dtype), cuda.aligned) for x in (grad_out, q, kv, out))
     sinks_, lse = (_bridge.contiguous(_bridge.cast(x, float32)) for x in (sinks, lse))
@@ -170,12 +177,15 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor, topk_idxs: torch.Tensor, sm_scale: float,
-        reference_rounding: bool, deterministic: bool, workspace_bytes: int,
+        reference_rounding: bool, deterministic: bool, workspace_bytes: int, ready: tuple[Program, Told] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        with _bridge.below_autograd():
-            out, lse = ATTEND(q, kv, sinks, topk_idxs, sm_scale, reference_rounding, deterministic, workspace_bytes)
+        ctx.options = options = sm_scale, reference_rounding, deterministic, workspace_bytes
+        if ready is not None:
+            out, lse = _attended(*ready, sinks)
+        else:
+            with _bridge.below_autograd():
+                out, lse = ATTEND(q, kv, sinks, topk_idxs, *options)
         ctx.save_for_backward(q, kv, sinks, topk_idxs, out, lse)
-        ctx.options = sm_scale, reference_rounding, deterministic, workspace_bytes
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -184,14 +194,15 @@ class _Attend(torch.autograd.Function):
         q, kv, sinks, topk_idxs, out, lse = ctx.saved_tensors
         sm_scale, reference_rounding, deterministic, workspace_bytes = ctx.options
         contract.check_differentiable(reference_rounding)
+        others = (None,) * (len(ctx.needs_input_grad) - 3)
         if grad_out is None and grad_lse is None:
-            return (None,) * 8
-        if grad_lse is None and not torch.is_grad_enabled():
+            return (None, None, None, *others)
+        if grad_out is not None and grad_lse is None and not torch.is_grad_enabled():
             options = sm_scale, deterministic, workspace_bytes
-            return (*ATTEND_GRAD(grad_out, q, kv, sinks, topk_idxs, out, lse, *options), *(None,) * 5)
+            return (*_gradient(grad_out, q, kv, sinks, topk_idxs, out, lse, *options), *others)
         if q.is_cuda:
             contract.check_kernel_gradient(deterministic, "gradients of lse, nor graphs of a gradient (create_graph)")
-        return (*_differentiated(q, kv, sinks, topk_idxs, sm_scale, grad_out, grad_lse), *(None,) * 5)
+        return (*_differentiated(q, kv, sinks, topk_idxs, sm_scale, grad_out, grad_lse), *others)
 
 
 def _differentiated(
@@ -227,3 +238,110 @@ ATTEND_GRAD = _bridge.define_op(
     kernels={"CUDA": _cuda_backward, "CPU": _reference_backward},
     fake=_fake_backward,
 )
+
+
+# --- Calls that come again ---------------------------------------------------------------------------------
+
+PROGRAMS, _GRADIENTS = Programs(), Programs()
+
+
+def told_of(q: Any, kv: Any, sinks: Any, topk_idxs: Any, plan: Any, *others: Any) -> Told | None:
+    """What a call of torch_bridge's on a machine with kernels is known by; its ids are the plan's or topk_idxs."""
+    if torch.compiler.is_compiling():
+        return None
+    path = _launches().forced_path
+    if plan is None:
+        return told((q, kv, sinks, topk_idxs), (*others, path))
+    if topk_idxs is not None or type(plan) is not SparseIndexPlan:
+        return None
+    laid = plan.backend, plan.kv_sequence, plan.topk_length is None, plan.valid_rows is None
+    return told((q, kv, sinks, plan.indices), (*others, path, *laid))
+
+
+def play(
+    program: Program, call: Told, q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor, topk_idxs: Any,
+    sm_scale: float, reference_rounding: bool, deterministic: bool, workspace_bytes: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """ATTEND of a call that has a program."""
+    if call.gradient:
+        options = float(sm_scale), bool(reference_rounding), deterministic, workspace_bytes
+        out, lse = _Attend.apply(q, kv, sinks, topk_idxs, *options, (program, call))
+        return out, lse
+    return _attended(program, call, sinks)
+
+
+def _attended(program: Program, call: Told, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    sinks = _bridge.cast(sinks, torch.float32)  # held until the launch is queued
+    call.addresses[2] = sinks.data_ptr()
+    out, lse = program.run(call)
+    return out, lse
+
+
+def settle(
+    call: Told | None, q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor, topk_idxs: torch.Tensor, spec: Spec,
+    reference_rounding: bool,
+) -> None:  # fmt: skip
+    """To be told of a call that ATTEND has run on the kernels."""
+
+    def note(making: Making) -> int | None:
+        if not _readable((q, kv), (sinks, topk_idxs)):
+            return None
+        out, lse = making.make(q.shape, q.dtype), making.make(q.shape[:3], torch.float32)
+        q_at, kv_at, sinks_at, ids_at = making.given
+        ids_at = _note_narrow(topk_idxs, ids_at, spec.keys, making)
+        _launches().launch_forward(
+            q_at, kv_at, sinks_at, ids_at, out, lse, spec, dtype=_bridge.name_of(q.dtype), q_strides=q.stride(),
+            kv_strides=kv.stride(), reference_rounding=reference_rounding, stream=making,
+        )  # fmt: skip
+        return 2
+
+    PROGRAMS.settle(call, note)
+
+
+def _gradient(
+    grad_out: torch.Tensor, q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor, topk_idxs: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor, sm_scale: float, deterministic: bool, workspace_bytes: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """ATTEND_GRAD."""
+    tensors, options = (grad_out, q, kv, sinks, topk_idxs, out, lse), (sm_scale, deterministic, workspace_bytes)
+    call = told(tensors, (*options, _gradient_launches().forced_path)) if q.is_cuda else None
+    if call is not None and (program := _GRADIENTS.find(call)) is not None:
+        sinks32 = _bridge.cast(sinks, torch.float32)
+        call.addresses[3] = sinks32.data_ptr()
+        grad_q, grad_kv, grad_sinks = program.run(call)
+        return grad_q, grad_kv, _bridge.cast(grad_sinks, sinks.dtype)
+
+    def note(making: Making) -> int | None:
+        spec, unfit = _checked_grad(*tensors, *options)
+        dtypes = {grad_out.dtype, q.dtype, out.dtype}
+        if unfit or len(dtypes) > 1 or not _readable((grad_out, q, kv, out), (sinks, topk_idxs, lse)):
+            return None
+        plan = _gradient_launches().layout(spec, deterministic, workspace_bytes)
+        grads = making.make(q.shape, q.dtype), making.make(kv.shape, kv.dtype), making.make(sinks.shape, torch.float32)
+        g_at, q_at, kv_at, sinks_at, ids_at, out_at, lse_at = making.given
+        ids_at = _note_narrow(topk_idxs, ids_at, spec.keys, making)
+        _gradient_launches().launch_backward(
+            grad_out=g_at, q=q_at, kv=kv_at, sinks=sinks_at, ids=ids_at, out=out_at, lse=lse_at, grad_q=grads[0],
+            grad_kv=grads[1], grad_sinks=grads[2], work=making.make((plan.size,), torch.uint8), plan=plan, spec=spec,
+            dtype=_bridge.name_of(q.dtype), grad_out_strides=grad_out.stride(), q_strides=q.stride(),
+            kv_strides=kv.stride(), out_strides=out.stride(), deterministic=deterministic, stream=making,
+        )  # fmt: skip
+        return 3
+
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = ATTEND_GRAD(*tensors, *options)
+    _GRADIENTS.settle(call, note)
+    return grads
+
+
+def _readable(rows: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> bool:
+    """Whether kernels read all of these as they are. Sinks of other dtypes are written out before a program plays."""
+    aligned = _launches().aligned
+    return all(aligned(x.data_ptr(), x.shape, x.stride()) for x in rows) and all(x.is_contiguous() for x in others)
+
+
+def _note_narrow(ids: torch.Tensor, at: Any, keys: int, making: Making) -> Any:
+    if ids.dtype == torch.int32:
+        return at
+    narrow = making.make(ids.shape, torch.int32)
+    _launches().launch_narrow_ids(at, narrow, ids.numel(), keys, stream=making)
+    return narrow

@@ -1,0 +1,109 @@
+"""Launches noted instead of queued: launch code runs once for a kind of call, `_kernels.play` repeats what it did.
+
+Noting is given to launch code as its stream. Arrays stand there as `Address`, which remembers through sums in which
+array it lies, and tensor maps as `MapBytes`, which remember what they describe; all else that the code computes is the
+same for every call of the kind. An address that is neither is refused while noting. This file knows no slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ._kernel_arguments import fitted, with_bytes
+from ._kernel_sizes import launch_sizes
+
+BASE, ROOM = 2**44, 2**41  # where arrays that are yet to be made seem to lie, each with room for more than a device has
+
+
+class Address(int):
+    """`offset` bytes into one of a note's arrays. Sums with numbers stay in that array; all else is a plain int."""
+
+    array: int
+    offset: int
+
+    def __new__(cls, at: int, array: int, offset: int = 0) -> Address:
+        self = super().__new__(cls, at)
+        self.array, self.offset = array, offset
+        return self
+
+    def __add__(self, more: int) -> Address:
+        return Address(int(self) + int(more), self.array, self.offset + int(more))
+
+    __radd__ = __add__
+
+
+class MapBytes(bytes):
+    """A tensor map of what is at `address`; encode(address) makes the same of another."""
+
+    address: Address
+    encode: Callable[[int], bytes]
+
+    def __new__(cls, of: bytes, address: Address, encode: Callable[[int], bytes]) -> MapBytes:
+        self = super().__new__(cls, of)
+        self.address, self.encode = address, encode
+        return self
+
+
+class Step(NamedTuple):
+    """One launch. values: the kernel's parameters, where they do not vary; a step without a kernel zeroes `size` bytes.
+
+    moves: (which value, array, offset) of addresses; maps: the same of tensor maps, with what encodes them.
+    """
+
+    kernel: Any
+    sizes: tuple[int, ...] = ()
+    shared_bytes: int = 0
+    values: tuple[Any, ...] = ()
+    moves: tuple[tuple[int, int, int], ...] = ()
+    maps: tuple[tuple[int, int, int, Callable[[int], bytes]], ...] = ()
+    size: int = 0
+
+
+class Noting:
+    """A stream for launch code, which queues nothing: `steps` has what was launched."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.arrays = 0
+
+    def array(self, address: int | None = None) -> Address:
+        """One more array, in the order in which `_kernels.play` takes their addresses. address: where it is this time,
+        None where it is yet to be made."""
+        self.arrays += 1
+        return Address(BASE + self.arrays * ROOM if address is None else address, self.arrays - 1)
+
+    def launch(self, kernel: Any, grid: Any, block: Any, shared_bytes: int, arguments: dict[str, Any]) -> None:
+        """Notes what _kernels.launch was asked for. Raises as it does, and TypeError for an address in no array."""
+        given = {name: _plain(x) for name, x in arguments.items()}
+        values = list(fitted(kernel.function, kernel.parameters, given, None)[0])
+        moves, maps = [], []
+        for n, parameter in enumerate(kernel.parameters):
+            x = arguments[parameter.name]
+            if type(x) is Address:
+                moves.append((n, x.array, x.offset))
+            elif type(x) is MapBytes:
+                maps.append((n, x.address.array, x.address.offset, x.encode))
+            elif parameter.kind is np.void or (parameter.kind is None and values[n] != 0):
+                raise TypeError(f"{kernel.function}: {parameter.name}: {x!r} lies in no array of these notes")
+        values = list(with_bytes(kernel, tuple(values))) if kernel.blocks.structs else values
+        sizes = launch_sizes(kernel.function, grid, block)
+        if 0 not in sizes[0]:
+            # The driver is told Python numbers of the same values: packing takes a third of the time of NumPy scalars.
+            plain = tuple(x.item() if isinstance(x, np.generic) else x for x in values)
+            self.steps.append(
+                Step(kernel, (*sizes[0], *sizes[1]), shared_bytes, plain, tuple(moves), tuple(maps))
+            )
+
+    def zero(self, address: Address, size: int) -> None:
+        """Notes that `size` bytes are set to zero."""
+        if type(address) is not Address:
+            raise TypeError(f"{address!r} lies in no array of these notes")
+        self.steps.append(Step(None, moves=((0, address.array, address.offset),), size=size))
+
+
+def _plain(x: Any) -> Any:
+    """What a launch is told in the place of a noted value."""
+    return int(x) if type(x) is Address else bytes(x) if type(x) is MapBytes else x
