@@ -42,6 +42,16 @@ def test_a_case_is_a_call_and_its_launches(monkeypatch):
         assert made == [(1,), (2,)]
 
 
+def test_torchs_share_of_a_gradient_has_a_row_of_its_own(monkeypatch):
+    torch = pytest.importorskip("torch")
+    leaf, grad = torch.zeros(3, requires_grad=True), torch.ones(3)
+    alone = bench_host.engine([leaf], grad)
+    assert alone()[0] is not leaf and torch.equal(alone()[0], leaf)
+    monkeypatch.setattr(bench_host, "calls", lambda: {"x backward": lambda: None, "autograd of x backward": alone})
+    case = bench_host.host(False, part="x backward")
+    assert tuple(case.ours)[2:] == ("torch's autograd alone",) and len(case.ours["torch's autograd alone"]()) == 1
+
+
 def test_parts_need_torch(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert bench_host.cases() == []
@@ -51,9 +61,12 @@ def test_parts_need_torch(monkeypatch):
 def test_every_part_is_a_call_with_launches():
     pytest.importorskip("torch")
     calls = bench_host.calls()
-    assert tuple(calls) == bench_host.PARTS
-    for name, call in calls.items():
-        call()
+    engines = [bench_host.ENGINE + name for name in bench_host.PARTS if "backward" in name]
+    assert tuple(calls) == (*bench_host.PARTS, *engines)
+    for name in bench_host.PARTS:
+        call = calls[name]
+        for _ in range(bench_host.WARM):
+            call()
         queued = []
         with bench_host.recorded(queued):
             call()

@@ -27,9 +27,9 @@ def asked(monkeypatch):
         return int(address.value == 13)
 
     monkeypatch.setattr(_tensor_maps, "_encoder", lambda: encode)
-    _tensor_maps.tensor_map.cache_clear()
+    _tensor_maps._tensor_map.cache_clear()
     yield calls
-    _tensor_maps.tensor_map.cache_clear()
+    _tensor_maps._tensor_map.cache_clear()
 
 
 @pytest.mark.parametrize("heads", [64, 32])

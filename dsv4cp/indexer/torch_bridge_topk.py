@@ -288,10 +288,10 @@ def _again(
     programs: Programs, operator: Any, checked: Callable[..., tuple[Any, str | None]], note: Callable[..., None],
     tensors: tuple[torch.Tensor, ...], options: tuple[Any, ...], *others: Any,
 ) -> Gradients:  # fmt: skip
-    """operator(*tensors, *options), by its program where it has come before. note(making, spec, grads) notes it."""
+    """operator(*tensors, *options), by its program where it came before. note(making, spec, grads) notes it."""
     call = None
     if tensors[1].is_cuda:
-        call = told(tensors, (*options, *others, _kernels_of_gradients().forced_path))
+        call = told(tensors, (*options, *others, _launches().cuda_grad_kernels.forced_path))
         if call is not None and (program := programs.find(call)) is not None:
             grad_q, grad_kv, grad_weights = program.run(call)
             return grad_q, grad_kv, grad_weights
@@ -308,16 +308,7 @@ def _again(
     return grads
 
 
-@functools.cache
-def _kernels_of_gradients() -> Any:
-    from . import cuda_grad_kernels
-
-    return cuda_grad_kernels
-
-
 def _are_readable(q: torch.Tensor, pooled_kv: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether kernels read all of these as they are."""
-    aligned = _launches().aligned
-    return all(aligned(x.data_ptr(), x.shape, x.stride()) for x in (q, pooled_kv)) and all(
-        x.is_contiguous() for x in others
-    )
+    aligned, rows = _launches().aligned, (q, pooled_kv)
+    return all(aligned(x.data_ptr(), x.shape, x.stride()) for x in rows) and all(x.is_contiguous() for x in others)

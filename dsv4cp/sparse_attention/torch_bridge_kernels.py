@@ -15,8 +15,9 @@ from .. import _bridge
 from .._arrays import dtype_name
 from .._bridge_programs import Making, Program, Programs, Told, told
 from .._plan import SparseIndexPlan
-from . import contract, reference
+from . import contract, reference, torch_bridge_notes
 from .contract import Spec
+from .torch_bridge_notes import gradient_launches, launches
 
 
 def check(
@@ -47,20 +48,6 @@ def _checked_grad(
     return spec, contract.kernels_unfit(q, kv)
 
 
-@functools.cache  # an import statement in each call takes half a microsecond
-def _launches() -> Any:
-    from . import cuda
-
-    return cuda
-
-
-@functools.cache
-def _gradient_launches() -> Any:
-    from . import cuda_bwd
-
-    return cuda_bwd
-
-
 def _cuda_forward(
     q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor, topk_idxs: torch.Tensor, sm_scale: float,
     reference_rounding: bool, deterministic: bool, workspace_bytes: int,
@@ -68,7 +55,7 @@ def _cuda_forward(
     spec, unfit = checked(q, kv, sinks, topk_idxs, sm_scale)
     if unfit is not None:
         return reference.forward(q, kv, sinks, topk_idxs, spec, reference_rounding)
-    cuda = _launches()
+    cuda = launches()
     q, kv = _bridge.readable(q, cuda.aligned), _bridge.readable(kv, cuda.aligned)
     sinks, ids = _bridge.contiguous(_bridge.cast(sinks, torch.float32)), _bridge.contiguous(topk_idxs)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -103,7 +90,7 @@ def _cuda_backward(
         return _reference_gradient(
             grad_out, q, kv, sinks, topk_idxs, out, lse, spec, deterministic, workspace_bytes
         )  # fmt: skip
-    cuda, cuda_bwd = _launches(), _gradient_launches()
+    cuda, cuda_bwd = launches(), gradient_launches()
     plan, float32 = cuda_bwd.layout(spec, deterministic, workspace_bytes), torch.float32
     grad_out, q, kv, out = (_bridge.readable(_bridge.cast(x, q.dtype), cuda.aligned) for x in (grad_out, q, kv, out))
     sinks_, lse = (_bridge.contiguous(_bridge.cast(x, float32)) for x in (sinks, lse))
@@ -128,7 +115,7 @@ def _narrow(ids: torch.Tensor, keys: int, stream: Any) -> torch.Tensor:
     if ids.dtype == torch.int32:
         return ids
     narrow = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
-    _launches().launch_narrow_ids(ids.data_ptr(), narrow.data_ptr(), ids.numel(), keys, stream=stream)
+    launches().launch_narrow_ids(ids.data_ptr(), narrow.data_ptr(), ids.numel(), keys, stream=stream)
     return narrow
 
 
@@ -249,7 +236,7 @@ def told_of(q: Any, kv: Any, sinks: Any, topk_idxs: Any, plan: Any, *others: Any
     """What a call of torch_bridge's on a machine with kernels is known by; its ids are the plan's or topk_idxs."""
     if torch.compiler.is_compiling():
         return None
-    path = _launches().forced_path
+    path = launches().forced_path
     if plan is None:
         return told((q, kv, sinks, topk_idxs), (*others, path))
     if topk_idxs is not None or type(plan) is not SparseIndexPlan:
@@ -282,19 +269,7 @@ def settle(
     reference_rounding: bool,
 ) -> None:  # fmt: skip
     """To be told of a call that ATTEND has run on the kernels."""
-
-    def note(making: Making) -> int | None:
-        if not _readable((q, kv), (sinks, topk_idxs)):
-            return None
-        out, lse = making.make(q.shape, q.dtype), making.make(q.shape[:3], torch.float32)
-        q_at, kv_at, sinks_at, ids_at = making.given
-        ids_at = _note_narrow(topk_idxs, ids_at, spec.keys, making)
-        _launches().launch_forward(
-            q_at, kv_at, sinks_at, ids_at, out, lse, spec, dtype=_bridge.name_of(q.dtype), q_strides=q.stride(),
-            kv_strides=kv.stride(), reference_rounding=reference_rounding, stream=making,
-        )  # fmt: skip
-        return 2
-
+    note = functools.partial(torch_bridge_notes.forward, q, kv, sinks, topk_idxs, spec, reference_rounding)
     PROGRAMS.settle(call, note)
 
 
@@ -304,7 +279,7 @@ def _gradient(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """ATTEND_GRAD."""
     tensors, options = (grad_out, q, kv, sinks, topk_idxs, out, lse), (sm_scale, deterministic, workspace_bytes)
-    call = told(tensors, (*options, _gradient_launches().forced_path)) if q.is_cuda else None
+    call = told(tensors, (*options, gradient_launches().forced_path)) if q.is_cuda else None
     if call is not None and (program := _GRADIENTS.find(call)) is not None:
         sinks32 = _bridge.cast(sinks, torch.float32)
         call.addresses[3] = sinks32.data_ptr()
@@ -313,35 +288,8 @@ def _gradient(
 
     def note(making: Making) -> int | None:
         spec, unfit = _checked_grad(*tensors, *options)
-        dtypes = {grad_out.dtype, q.dtype, out.dtype}
-        if unfit or len(dtypes) > 1 or not _readable((grad_out, q, kv, out), (sinks, topk_idxs, lse)):
-            return None
-        plan = _gradient_launches().layout(spec, deterministic, workspace_bytes)
-        grads = making.make(q.shape, q.dtype), making.make(kv.shape, kv.dtype), making.make(sinks.shape, torch.float32)
-        g_at, q_at, kv_at, sinks_at, ids_at, out_at, lse_at = making.given
-        ids_at = _note_narrow(topk_idxs, ids_at, spec.keys, making)
-        _gradient_launches().launch_backward(
-            grad_out=g_at, q=q_at, kv=kv_at, sinks=sinks_at, ids=ids_at, out=out_at, lse=lse_at, grad_q=grads[0],
-            grad_kv=grads[1], grad_sinks=grads[2], work=making.make((plan.size,), torch.uint8), plan=plan, spec=spec,
-            dtype=_bridge.name_of(q.dtype), grad_out_strides=grad_out.stride(), q_strides=q.stride(),
-            kv_strides=kv.stride(), out_strides=out.stride(), deterministic=deterministic, stream=making,
-        )  # fmt: skip
-        return 3
+        return None if unfit else torch_bridge_notes.backward(*tensors, spec, deterministic, workspace_bytes, making)
 
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = ATTEND_GRAD(*tensors, *options)
     _GRADIENTS.settle(call, note)
     return grads
-
-
-def _readable(rows: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> bool:
-    """Whether kernels read all of these as they are. Sinks of other dtypes are written out before a program plays."""
-    aligned = _launches().aligned
-    return all(aligned(x.data_ptr(), x.shape, x.stride()) for x in rows) and all(x.is_contiguous() for x in others)
-
-
-def _note_narrow(ids: torch.Tensor, at: Any, keys: int, making: Making) -> Any:
-    if ids.dtype == torch.int32:
-        return at
-    narrow = making.make(ids.shape, torch.int32)
-    _launches().launch_narrow_ids(at, narrow, ids.numel(), keys, stream=making)
-    return narrow

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from dsv4cp import _bridge_programs
+
 MARGIN = 512  # bytes before and behind every buffer; keeps the alignment of allocators
 DTYPES = {n: getattr(torch, n) for n in ("float64", "float32", "float16", "bfloat16", "int32", "int64")}
 
@@ -287,7 +289,8 @@ extern "C" __global__ void check_margins(const unsigned char* block, long long s
 class Canaries:
     """`with Canaries(way, fill):` everything the way's library allocates inside is full of `fill` and between margins.
 
-    CuPy's allocator is replaced; torch.empty, empty_like and zeros are, since torch's allocator takes no Python.
+    CuPy's allocator is replaced; torch.empty, empty_like and zeros, and what programs make their results by, are, since
+    torch's allocator takes no Python.
     """
 
     way: Way
@@ -307,6 +310,9 @@ class Canaries:
             torch.empty_like = lambda x, **kw: self._empty(x.shape, **_like(x, kw))
             torch.zeros_like = lambda x, **kw: self._zeros(x.shape, **_like(x, kw))
             self._exit.callback(lambda: [setattr(torch, n, f) for n, f in kept.items()])
+            made = _bridge_programs._empty_cuda
+            _bridge_programs._empty_cuda = lambda shape, _, dtype: self._empty(shape, dtype=dtype, device="cuda")
+            self._exit.callback(lambda: setattr(_bridge_programs, "_empty_cuda", made))
         return self
 
     def __exit__(self, *exc_info: object) -> None:

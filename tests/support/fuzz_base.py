@@ -196,8 +196,11 @@ def try_case(op: Op, case: dict, detail: bool = False) -> Verdict:
     way = Way.parse(case["way"])
     held = op.make(way, case)
     v = Verdict(detail=detail)
+    # Of torch's calls that come again the third plays what was noted of the second (dsv4cp/_bridge_programs.py).
+    runs = 3 if way.library == "torch" and way.device == "cuda" and case["seed"] % 2 else 1
     with Canaries(way, case["fill"]) as canaries:
-        results = op.run(way, case, held)
+        for _ in range(runs):
+            results = op.run(way, case, held)
     for n, x in enumerate(results):
         if x is not None and not way.is_right_kind(x):
             raise AssertionError(f"result {n}: expected an array of {way.library}, got {type(x)}")
