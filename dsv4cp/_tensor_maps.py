@@ -14,6 +14,7 @@ from ._kernel_notes import Address, MapBytes
 # cuda.h: CU_TENSOR_MAP_DATA_TYPE_FLOAT16 and _BFLOAT16, _SWIZZLE_128B, _L2_PROMOTION_L2_128B
 DATA_TYPES = {"float16": 6, "bfloat16": 9}
 SWIZZLE_128B, L2_PROMOTION_128B = 3, 2
+NO_CONTEXT = (3, 201)  # cuda.h: CUDA_ERROR_NOT_INITIALIZED and _INVALID_CONTEXT
 MOST_KEPT = 64  # maps of one kind
 
 
@@ -62,13 +63,24 @@ def _tensor_map(
     steps = [2 * stride if size > 1 else 2 * sizes[0] for size, stride in zip(sizes[1:], strides, strict=True)]
     buffer = (ctypes.c_uint64 * 24)()  # the map is 16 words, aligned to 8 of them
     at = (ctypes.addressof(buffer) + 63) // 64 * 64
-    status = _encoder()(
+    arguments = (
         ctypes.c_void_p(at), DATA_TYPES[dtype], rank, ctypes.c_void_p(address),
         (ctypes.c_uint64 * rank)(*sizes), (ctypes.c_uint64 * (rank - 1))(*steps),
         (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*[1] * rank),
         0, SWIZZLE_128B, L2_PROMOTION_128B, 0,
     )  # fmt: skip
+    status = _encoder()(*arguments)
+    if status in NO_CONTEXT:  # a thread's first call, often that of autograd's: any call of the runtime gives it one
+        _runtime().memGetInfo()
+        status = _encoder()(*arguments)
     return ctypes.string_at(at, 128) if status == 0 else None
+
+
+@functools.cache
+def _runtime() -> Any:
+    import cupy
+
+    return cupy.cuda.runtime
 
 
 @functools.cache

@@ -121,6 +121,20 @@ def test_a_launch_is_the_first_thing_that_a_thread_does(cp, kernel):
     check_equal(large, np.array([words], np.int32))
 
 
+def test_a_tensor_map_is_the_first_thing_that_a_thread_asks_for(cp):
+    from dsv4cp import _tensor_maps
+
+    x = cp.zeros((8, 512), np.float16)
+    cp.cuda.Device().synchronize()
+    found = []
+
+    def ask(n):
+        found.append(_tensor_maps._tensor_map.__wrapped__(x.data.ptr, (512, 8), (512,), (64, n), "float16"))
+
+    run_at_once([lambda n=n: ask(n) for n in (1, 2, 4)])
+    assert all(isinstance(m, bytes) and len(m) == 128 for m in found) and len(set(found)) == 3
+
+
 def test_streams(cp, kernel):
     """A launch waits on its stream alone: CuPy's current one where none is given, the per-thread default one too."""
     out = cp.zeros(8, np.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,6 +44,24 @@ def test_attention_asks_for_boxes_of_heads_by_64_columns(asked, heads):
 def test_an_axis_of_one_element_gets_a_stride_that_the_driver_could_use(asked):
     cuda_sm90.tensor_map(0, (1, 50, 1), (7, 4096, -3), "float16")
     assert asked[0][1] == 6 and asked[0][5] == [1024, 8192, 1024]
+
+
+@pytest.mark.parametrize("status", [3, 201])
+def test_a_thread_without_a_context_gets_one_first(monkeypatch, status):
+    happened = []
+
+    def encode(at, *rest):
+        happened.append("asked")
+        ctypes.memmove(at.value, bytes(range(128)), 128)
+        return 0 if "runtime" in happened else status
+
+    monkeypatch.setattr(_tensor_maps, "_encoder", lambda: encode)
+    runtime = SimpleNamespace(memGetInfo=lambda: happened.append("runtime"))
+    monkeypatch.setattr(_tensor_maps, "_runtime", lambda: runtime)
+    _tensor_maps._tensor_map.cache_clear()
+    assert cuda_sm90.tensor_map(16, (8, 5, 2), (512, 4096, 20480), "float16") == bytes(range(128))
+    assert happened == ["asked", "runtime", "asked"]
+    _tensor_maps._tensor_map.cache_clear()
 
 
 def test_maps_are_kept_and_refusals_are_none(asked):
