@@ -30,6 +30,8 @@ class Address(int):
         return self
 
     def __add__(self, more: int) -> Address:
+        if isinstance(more, Address):
+            raise TypeError("the sum of two addresses lies in no array")
         return Address(int(self) + int(more), self.array, self.offset + int(more))
 
     __radd__ = __add__

@@ -112,6 +112,8 @@ def launch(
     compiling, loading or launching fails, naming the package to install where NVRTC or CUDA headers are missing.
     """
     if isinstance(stream, Noting):
+        if device is not None:
+            raise TypeError(f"{kernel.function}: device: notes are played on the current one")
         stream.launch(kernel, grid, block, shared_bytes, arguments)
         return
     try:

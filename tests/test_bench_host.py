@@ -31,7 +31,8 @@ def test_launches_are_kept_and_queued_again(monkeypatch):
 
 def test_a_case_is_a_call_and_its_launches(monkeypatch):
     monkeypatch.setattr(_kernels, "_queue", lambda *args: made.append(args))
-    monkeypatch.setattr(bench_host, "calls", lambda: {"planning": lambda: [_kernels._queue(1), _kernels._queue(2)]})
+    calls = {"planning": {bench_host.OURS: lambda: [_kernels._queue(1), _kernels._queue(2)]}}
+    monkeypatch.setattr(bench_host, "calls", lambda: calls)
     made = []
     case = bench_host.host(False, part="planning")
     whole, alone = case.ours
@@ -44,12 +45,28 @@ def test_a_case_is_a_call_and_its_launches(monkeypatch):
 
 def test_torchs_share_of_a_gradient_has_a_row_of_its_own(monkeypatch):
     torch = pytest.importorskip("torch")
+    ran = []
+
+    class Two(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x, 3 * x
+
+        @staticmethod
+        def backward(ctx, a, b):
+            ran.append((a is not None, torch.is_grad_enabled()))
+            return 2 * a
+
     leaf, grad = torch.zeros(3, requires_grad=True), torch.ones(3)
-    alone = bench_host.engine([leaf], grad)
-    assert torch.equal(alone()[0], leaf)
-    monkeypatch.setattr(bench_host, "calls", lambda: {"x backward": lambda: None, "autograd of x backward": alone})
+    parts = bench_host.gradient(Two.apply(leaf)[0], [leaf], grad)
+    monkeypatch.setattr(bench_host, "calls", lambda: {"x backward": parts})
     case = bench_host.host(False, part="x backward")
-    assert tuple(case.ours)[2:] == ("torch's autograd alone",) and len(case.ours["torch's autograd alone"]()) == 1
+    whole, node, engine, _ = case.ours
+    assert (whole, node, engine) == (bench_host.OURS, "without torch's engine", "torch's engine alone")
+    ran.clear()
+    assert torch.equal(case.ours[whole]()[0], 2 * grad) and torch.equal(case.ours[node](), 2 * grad)
+    assert ran == [(True, False)] * 2
+    assert torch.equal(case.ours[engine]()[0], leaf) and len(ran) == 2
 
 
 def test_parts_need_torch(monkeypatch):
@@ -61,10 +78,9 @@ def test_parts_need_torch(monkeypatch):
 def test_every_part_is_a_call_with_launches():
     pytest.importorskip("torch")
     calls = bench_host.calls()
-    engines = [bench_host.ENGINE + name for name in bench_host.PARTS if "backward" in name]
-    assert tuple(calls) == (*bench_host.PARTS, *engines)
-    for name in bench_host.PARTS:
-        call = calls[name]
+    assert tuple(calls) == bench_host.PARTS
+    for name, parts in calls.items():
+        call = parts[bench_host.OURS]
         for _ in range(bench_host.WARM):
             call()
         queued = []

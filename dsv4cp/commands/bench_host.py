@@ -1,8 +1,8 @@
 """Cases of what a call costs the host: inputs so small that the GPU waits for Python, forward and backward of each op.
 
 The rows "its launches alone" queue the kernels of one such call again, with the same arguments; what a call takes
-longer is checks, memory for results, and torch's autograd: the rows "torch's autograd alone" are the gradient of a
-torch.autograd.Function that hands out tensors which it has.
+longer is checks, memory for results, and torch's autograd. Of a gradient two rows tell them apart: "without torch's
+engine" calls its node itself, "torch's engine alone" runs a node that hands out tensors which it has.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .bench_gpu import Call, Case
 
 QUERIES, HEADS, DIM, TOPK, RATIO = 64, 64, 512, 32, 4
 ENTRIES, INDEX_HEADS, INDEX_DIM = QUERIES // RATIO, 64, 128
-WARM, ENGINE = 3, "autograd of "
+OURS, WARM = "dsv4cp.torch_ops", 3
 ENOUGH = 16  # input sets, so that batches of calls have more than one to take
 
 
@@ -44,8 +44,8 @@ def recorded(queued: list[Call]) -> Iterator[None]:
             setattr(module, name, launch)
 
 
-def engine(leaves: list[Any], grad: Any) -> Call:
-    """What torch takes for a backward pass in which nothing is computed."""
+def gradient(out: Any, leaves: list[Any], grad: Any) -> dict[str, Call]:
+    """A backward pass, its node without torch's engine, and the engine with a node that computes nothing."""
     import torch
 
     class Nothing(torch.autograd.Function):
@@ -58,12 +58,17 @@ def engine(leaves: list[Any], grad: Any) -> Call:
         def backward(ctx: Any, _: Any) -> Any:
             return ctx.saved_tensors
 
-    out = Nothing.apply(*leaves)
-    return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+    node, nothing = out.grad_fn, Nothing.apply(*leaves)
+    others = (None,) * (len(node._input_metadata) - 1)  # of results beside out, which is the first
+    return {
+        OURS: lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True),
+        "without torch's engine": torch.no_grad()(lambda: node.apply(grad, *others)),
+        "torch's engine alone": lambda: torch.autograd.grad(nothing, leaves, grad, retain_graph=True),
+    }
 
 
-def calls() -> dict[str, Call]:
-    """A call of torch_ops by what it does."""
+def calls() -> dict[str, dict[str, Call]]:
+    """A call of torch_ops, and parts of one, by what it does."""
     import torch
 
     from .. import torch_ops as ops
@@ -97,19 +102,17 @@ def calls() -> dict[str, Call]:
     scorers = [x.clone().requires_grad_() for x in (index_q, pooled, weights)]
     scores = torch_ops.dsv4_indexer_topk_scores(*scorers, chosen, **at)
     ones = torch.ones_like(scores)
+    dense, at_ids = torch_ops.dsv4_indexer_scores, torch_ops.dsv4_indexer_topk_scores
     return {
-        "Sinkhorn forward": lambda: sinkhorn(matrices),
-        "Sinkhorn backward": lambda: torch.autograd.grad(normal, leaf, matrices, retain_graph=True),
-        "index building": lists,
-        "planning": planned,
-        "sparse attention forward": lambda: attend(q, kv, sinks, None, DIM**-0.5),
-        "sparse attention backward": lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True),
-        "indexer scores": lambda: torch_ops.dsv4_indexer_scores(index_q, pooled, weights, **at),
-        "indexer scores at ids": lambda: torch_ops.dsv4_indexer_topk_scores(index_q, pooled, weights, chosen, **at),
-        "indexer backward": lambda: torch.autograd.grad(scores, scorers, ones, retain_graph=True),
-        ENGINE + "Sinkhorn backward": engine([leaf], matrices),
-        ENGINE + "sparse attention backward": engine(leaves, grad),
-        ENGINE + "indexer backward": engine(scorers, ones),
+        "Sinkhorn forward": {OURS: lambda: sinkhorn(matrices)},
+        "Sinkhorn backward": gradient(normal, [leaf], matrices),
+        "index building": {OURS: lists},
+        "planning": {OURS: planned},
+        "sparse attention forward": {OURS: lambda: attend(q, kv, sinks, None, DIM**-0.5)},
+        "sparse attention backward": gradient(out, leaves, grad),
+        "indexer scores": {OURS: lambda: dense(index_q, pooled, weights, **at)},
+        "indexer scores at ids": {OURS: lambda: at_ids(index_q, pooled, weights, chosen, **at)},
+        "indexer backward": gradient(scores, scorers, ones),
     }
 
 
@@ -126,8 +129,8 @@ def cases() -> list[Callable[[bool], Case]]:
 
 def host(tiny: bool, *, part: str) -> Case:
     """One call of torch_ops, and its launches alone."""
-    known = calls()
-    call = known[part]
+    parts = calls()[part]
+    call = parts[OURS]
     for _ in range(WARM):
         call()  # compiles; the third call of a kind is the first whose launches were noted
     queued: list[Call] = []
@@ -139,7 +142,6 @@ def host(tiny: bool, *, part: str) -> Case:
             launch()
         return kept
 
-    ours = {"dsv4cp.torch_ops": lambda **_: call(), f"its launches alone: {len(queued)}": launches}
-    if ENGINE + part in known:
-        ours["torch's autograd alone"] = lambda **_: known[ENGINE + part]()
+    ours: dict[str, Call] = {name: lambda f=f, **_: f() for name, f in parts.items()}
+    ours[f"its launches alone: {len(queued)}"] = launches
     return Case("host time of a call", f"{part}, tiny", "host", [{} for _ in range(ENOUGH)], ours, launch_bound=True)

@@ -158,7 +158,7 @@ class _TopkScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_scores: torch.Tensor) -> tuple[Any, ...]:
-        gradient: Callable[..., Any] = _differentiated if torch.is_grad_enabled() else _gradient
+        gradient: Callable[..., Any] = _differentiated if torch.is_grad_enabled() else gradient_at_ids
         grads = gradient(grad_scores, *ctx.saved_tensors, ctx.softmax_scale)
         return (*grads, *(None,) * (len(ctx.needs_input_grad) - 3))
 
@@ -247,11 +247,11 @@ def settle(
     PROGRAMS.settle(call, note)
 
 
-def _gradient(
+def gradient_at_ids(
     grad_scores: torch.Tensor, q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor,
     topk_indices: torch.Tensor, softmax_scale: float,
 ) -> Gradients:  # fmt: skip
-    """TOPK_SCORES_GRAD."""
+    """TOPK_SCORES_GRAD, by its program where it came before."""
     fixed = torch.are_deterministic_algorithms_enabled()
 
     def note(making: Making, spec: SlotsSpec, grads: tuple[Any, ...]) -> None:
@@ -270,7 +270,7 @@ def dense_gradient(
     grad_scores: torch.Tensor, q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor, compress_ratio: int,
     softmax_scale: float, query_start: int,
 ) -> Gradients:  # fmt: skip
-    """SCORES_GRAD of torch_bridge_kernels."""
+    """SCORES_GRAD of torch_bridge_kernels, by its program where it came before."""
     from .torch_bridge_kernels import SCORES_GRAD
 
     def note(making: Making, spec: Spec, grads: tuple[Any, ...]) -> None:

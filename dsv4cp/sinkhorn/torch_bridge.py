@@ -152,10 +152,11 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[Any, ...]:
         (x,) = ctx.saved_tensors
-        return _gradient(grad_y, x, *ctx.numbers), *(None,) * (len(ctx.needs_input_grad) - 1)
+        return gradient(grad_y, x, *ctx.numbers), *(None,) * (len(ctx.needs_input_grad) - 1)
 
 
-def _gradient(grad_y: torch.Tensor, x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
+def gradient(grad_y: torch.Tensor, x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
+    """NORMALIZE_GRAD, by its program where it came before; where gradients are enabled, the reference's."""
     if torch.is_grad_enabled():
         return _reference_backward(grad_y, x, repeat, eps)
     call = told((grad_y, x), (repeat, eps))

@@ -186,7 +186,7 @@ class _Attend(torch.autograd.Function):
             return (None, None, None, *others)
         if grad_out is not None and grad_lse is None and not torch.is_grad_enabled():
             options = sm_scale, deterministic, workspace_bytes
-            return (*_gradient(grad_out, q, kv, sinks, topk_idxs, out, lse, *options), *others)
+            return (*gradient(grad_out, q, kv, sinks, topk_idxs, out, lse, *options), *others)
         if q.is_cuda:
             contract.check_kernel_gradient(deterministic, "gradients of lse, nor graphs of a gradient (create_graph)")
         return (*_differentiated(q, kv, sinks, topk_idxs, sm_scale, grad_out, grad_lse), *others)
@@ -273,11 +273,11 @@ def settle(
     PROGRAMS.settle(call, note)
 
 
-def _gradient(
+def gradient(
     grad_out: torch.Tensor, q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor, topk_idxs: torch.Tensor,
     out: torch.Tensor, lse: torch.Tensor, sm_scale: float, deterministic: bool, workspace_bytes: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """ATTEND_GRAD."""
+    """ATTEND_GRAD, by its program where it came before."""
     tensors, options = (grad_out, q, kv, sinks, topk_idxs, out, lse), (sm_scale, deterministic, workspace_bytes)
     call = told(tensors, (*options, gradient_launches().forced_path)) if q.is_cuda else None
     if call is not None and (program := _GRADIENTS.find(call)) is not None:
