@@ -87,13 +87,13 @@
 //      of thousands, most often of T160, S of 8 heads was the next block's. It now waits for what was loaded: 1.690 0.752
 //      1.600. Ordered for the whole cluster instead (.release.cluster): 1.868 0.893 1.793, as it waits for additions.
 //
-// By ncu, after 10 and before 11 (clocks as they are, 1.78 to 1.79 GHz), this kernel, busy in percent of the peak: float32
-// T640 1.67 ms: tensor pipe 45, L2 80, L1 68, DRAM 17, issue slots 27; T160 0.737: 38, 81, 61, 52, 25; S2048 H128 T1152 (380
-// valid) 1.59: 37, 45, 67, 18, 23, on 120 multiprocessors. Integers: T640 2.55: 29, 90, 72; T160 0.979: 26, 83, 62; H128 1.92:
-// 30, 53, 62. So additions and gathered rows fill L2 for 64 heads, integers nearly to the end: what would be left of T640 at
-// 100 % of it is 1.34 ms, so that 1.3 takes fewer additions (rows of the window summed over neighbouring queries), not
-// better hiding. 128 heads: the chain of roles and the trade of products, no unit. Of all samples (float32, T640) 13 % are
-// waits at barriers between the roles, 20 % trades of lanes and additions, 14 % waits for products.
+// By ncu, with 11 (clocks as they are, 1.78 to 1.80 GHz), this kernel, busy in percent of the peak: float32 T640 1.68 ms:
+// tensor pipe 44, L2 80, L1 67, DRAM 17, issue slots 27; T160 0.727: 39, 82, 60, 53, 25; S8192 H128 T1152 (895 valid) 13.19:
+// 39, 37, 69, 8, 24, on 120 multiprocessors. Integers: T640 2.56: 29, 89, 72, 7, 28; T160 0.986: 27, 83, 61, 20, 25; H128
+// 16.32: 31, 52, 63, 4, 25. So additions and gathered rows fill L2 for 64 heads, integers nearly to the end: what would be
+// left of T640 at 100 % of it is 1.34 ms, so that 1.3 takes fewer additions (rows of the window summed over neighbouring
+// queries), not better hiding. 128 heads: the chain of roles and the trade of products, no unit. Of all samples (float32,
+// T640, before 11) 13 % are waits at barriers between the roles, 20 % trades of lanes and additions, 14 % waits for products.
 #include "sparse_attention_bwd_sm90_producers.cuh"
 #include "sparse_attention_bwd_sm90_results.cuh"
 
