@@ -273,6 +273,7 @@ def test_a_finished_call_does_not_wait_and_can_be_captured(path, impl):
         return torch.autograd.grad(out, leaves, g)
 
     side = torch.cuda.Stream()
+    torch.cuda.synchronize()  # the side stream does not wait for what makes the leaves
     with torch.cuda.stream(side):
         want = call()
     side.synchronize()

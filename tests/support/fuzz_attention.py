@@ -223,7 +223,9 @@ class AttentionGradOp(AttentionOp):
         else:
             out, lse = value(held["out"]), value(held["lse"])
         fixed = case["impl"] == "deterministic" and not way.reference and way.backend != "cudnn"
-        want = oracle.backward(g, out, lse, own=way.library == "torch" and not way.reference, fixed=fixed)
+        differentiated = way.library == "torch" and way.reference
+        own = way.library == "torch" and not way.reference
+        want = oracle.backward(g, out, lse, own=own, fixed=fixed, slots=differentiated)
         if way.backend == "cudnn":
             # "Sink -inf: the gradient of the sink is 0" for NaN too: this package sets what cuDNN's kernels make of it.
             # Everyone else multiplies the sink's share, 0, by NaN, as cuDNN does where a finite sink's share is 0.

@@ -140,11 +140,14 @@ class Attention:
     def _lse_error(self, lse: torch.Tensor) -> torch.Tensor:
         return (2 * self.off + self.acc * (lse.abs() + 1)).nan_to_num(0.0, 0.0, 0.0)
 
-    def backward(self, grad_out, out, lse, own: bool = False, fixed: bool = False) -> tuple[Pair, Pair, Pair]:
+    def backward(
+        self, grad_out, out, lse, own: bool = False, fixed: bool = False, slots: bool = False
+    ) -> tuple[Pair, Pair, Pair]:
         """(value, bound) of grad_q, grad_kv, grad_sinks from a saved out and lse.
 
         own: the implementation saved those of its own forward pass, out rounded to the dtype; the ones given are right.
         fixed: grad_kv is a sum of scaled integers (kernels_cu/fixed_sum.cuh).
+        slots: delta is the sum of p grad_p over slots, as where torch differentiates the reference.
         """
         g, out, lse = grad_out.double(), out.double(), lse.double()[..., None]
         empty, endless = lse == -INF, self.sinks == INF
@@ -163,6 +166,8 @@ class Attention:
         # delta = grad_out . out: its sum; and what its own out is off by.
         size_delta = (g * out).abs().sum(3, keepdim=True)
         off_delta = self.base * size_delta + self.tiny * g.shape[3]  # products may count as 0, below normal numbers
+        if slots:
+            off_delta = off_delta + (p * (drift + self.acc) * grad_p.abs()).sum(3, keepdim=True)
         if own:
             # A p that is off is so in every column, where it meets grad_out . row; sums err in each column by itself.
             off_delta = off_delta + (self._p_error() * grad_p.abs()).sum(3, keepdim=True)
