@@ -16,7 +16,9 @@ from . import _bridge, _kernels
 from ._bridge_calls import MOST_REMEMBERED, PLAIN, TENSORS, dispatch_modes, function_modes, functorch
 from ._kernel_notes import Address, Noting, Step
 
-_profiled, _traced = torch.autograd._profiler_enabled, torch._C._get_tracing_state
+_profiler, _profiled_here = torch.autograd.profiler, torch.autograd._profiler_enabled
+_traced = torch._C._get_tracing_state
+_excluded, _AUTOGRAD = torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C.DispatchKey.AutogradFunctionality
 _UNKNOWN = object()
 Make = tuple[tuple[int, ...], torch.dtype]  # a row-major tensor
 
@@ -26,7 +28,7 @@ class Told(NamedTuple):
 
     kind: tuple[Any, ...]  # all that a check or a launch may look at, but for where the tensors are
     addresses: list[int]  # on 16 bytes
-    first: torch.Tensor  # of them
+    tensors: tuple[torch.Tensor, ...]
     gradient: bool  # is wanted
 
 
@@ -35,12 +37,13 @@ def told(tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Told | None:
 
     Not told are calls under torch.compile, torch.jit.trace, a mode, a transform of torch.func or a profiler that would
     show the operator, tensors of other types (and old transforms' wrappers, which have no memory), off 16 bytes or
-    lazily negated, off the GPU; and others than numbers, strings, None, dtypes and devices. Equal numbers of different
-    types are different kinds; the signs of zeros are not told apart.
+    lazily negated, off the GPU; inference tensors that require a gradient; and others than numbers, strings, None,
+    dtypes and devices. Equal numbers of different types are different kinds; the signs of zeros are not told apart.
+    What a user registers on the operators themselves (torch.library.register_autocast, say) is not asked about.
     """
     if torch.compiler.is_compiling() or function_modes() or dispatch_modes() or functorch() is not None:
         return None
-    if _profiled() or _traced() is not None:
+    if _profiler._is_profiler_enabled or _profiled_here() or _traced() is not None:
         return None
     types = tuple(map(type, others))
     if types not in _plain_types:
@@ -51,18 +54,22 @@ def told(tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Told | None:
     addresses, gradient = [], False
     try:
         for x in tensors:
-            if type(x) not in TENSORS or (device := _device_of(x)) < 0 or x.is_neg():
+            if type(x) not in TENSORS or not x.is_cuda or x.is_neg():
                 return None
             address = x.data_ptr()
             if not address or address & 15:
                 return None
-            kind += (x.shape, x.stride(), x.dtype, device)
+            kind += (x.shape, x.stride(), x.dtype, _device_of(x))
             addresses.append(address)
             if x.requires_grad:
+                if x.is_inference():
+                    return None  # whether autograd sees it is the dispatcher's to say
                 gradient = True
     except RuntimeError:
         return None  # no memory, or no strides
-    return Told(tuple(kind), addresses, tensors[0], gradient and torch.is_grad_enabled())
+    # Excluded in inference mode, which grad mode does not say, and below autograd.
+    wanted = gradient and torch.is_grad_enabled() and not _excluded(_AUTOGRAD)
+    return Told(tuple(kind), addresses, tensors, wanted)
 
 
 _plain_types: set[tuple[type, ...]] = set()
@@ -80,9 +87,9 @@ class Program:
 
     def run(self, call: Told) -> list[torch.Tensor]:
         """Queues the call on torch's current stream of its tensors' device, and returns its results."""
-        device = call.first.get_device()
+        device = call.tensors[0].get_device()
         if not _bridge.is_current(device):
-            with _bridge.on_stream_of(call.first):
+            with _bridge.on_stream_of(call.tensors[0]):
                 return self.run(call)
         made = [_empty_cuda(*make) for make in self._makes]
         addresses = call.addresses + [x.data_ptr() for x in made]
@@ -129,8 +136,11 @@ class Programs:
                 self._known.clear()
             self._known[call.kind] = None  # sizes that never come again are not worth a program
         elif found is None and not any(type(x) is float and x == 0 for x in call.kind[1]):  # -0.0 is another call
+            again = told(call.tensors, call.kind[1])
+            if again is None or again.kind != call.kind:
+                return  # hooks for saved tensors have changed them since: the note would be of another kind
             making = Making(call.addresses)
-            with _bridge.on_stream_of(call.first):
+            with _bridge.on_stream_of(call.tensors[0]):
                 results = note(making)
             self._known[call.kind] = False if results is None else making.program(results)
 

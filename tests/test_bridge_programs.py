@@ -46,6 +46,7 @@ class FunctionMode(TorchFunctionMode):
 @pytest.fixture
 def on_gpu(monkeypatch):
     """Tensors of the CPU count as those of a device."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
     monkeypatch.setattr(_bridge_programs, "_device_of", lambda x: 0)
 
 
@@ -55,7 +56,8 @@ def on_gpu(monkeypatch):
 def test_a_call_is_told_with_its_addresses(on_gpu):
     x, y = torch.zeros(8), torch.zeros(2, 3)
     call = told((x, y), ("auto", 0.5, 3, None, True, torch.float32))
-    assert call.addresses == [x.data_ptr(), y.data_ptr()] and call.first is x and call.gradient is False
+    assert call.addresses == [x.data_ptr(), y.data_ptr()] and call.gradient is False
+    assert all(a is b for a, b in zip(call.tensors, (x, y), strict=True))
 
 
 def test_tensors_elsewhere_are_not_told():
@@ -248,6 +250,25 @@ def test_whether_a_gradient_is_wanted(on_gpu):
             assert told(tensors, ()).gradient is False
         with torch.inference_mode():
             assert told(tensors, ()).gradient is False
+            with torch.enable_grad():
+                assert told(tensors, ()).gradient is False, "autograd sees nothing there"
+        with torch._C._AutoDispatchBelowAutograd():
+            assert told(tensors, ()).gradient is False
+
+
+def test_inference_tensors_that_require_a_gradient_are_not_told(on_gpu):
+    with torch.inference_mode():
+        x, leaf = torch.zeros(8), torch.zeros(8, requires_grad=True)
+        assert told((x,), ()) is not None and told((x, leaf), ()) is None
+    assert told((x,), ()) is not None and told((leaf,), ()) is None
+
+
+def test_a_profiler_of_all_threads_is_seen_in_every_one(on_gpu):
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    activities, found = [torch.profiler.ProfilerActivity.CPU], []
+    with torch.profiler.profile(activities=activities, experimental_config=config):
+        run_at_once([lambda: found.append(told((torch.zeros(8),), ()))])
+    assert found == [None] and told((torch.zeros(8),), ()) is not None
 
 
 # --- Programs ------------------------------------------------------------------------------------------------
@@ -326,7 +347,25 @@ def test_notes_are_taken_on_the_tensors_device(played, monkeypatch):
     programs, call = Programs(), call_of()
     for _ in range(2):
         programs.settle(call, lambda making: entered.append("noted") or 0)
-    assert entered == [call.first, "noted", "left"]
+    assert entered == [call.tensors[0], "noted", "left"]
+
+
+def test_tensors_that_changed_since_they_were_told_are_not_noted(played):
+    """Hooks for saved tensors run in between, and are given the caller's own tensors."""
+    programs, note = Programs(), Notes(0)
+    for _ in range(3):
+        x = torch.zeros(4, 6).T
+        call = told((x,), ())
+        x.data = x.data.contiguous()
+        programs.settle(call, note)
+    assert programs.find(call) is None and programs.find(told((x,), ())) is None and note.asked == 0
+    gone = torch.zeros(6)
+    for _ in range(3):
+        call = told((gone,), ())
+        gone.data = torch.zeros(0)
+        programs.settle(call, note)
+        gone = torch.zeros(6)
+    assert programs.find(call) is None and note.asked == 0
 
 
 def test_a_kind_that_needs_more_is_not_asked_again(played):

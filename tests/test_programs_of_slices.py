@@ -405,6 +405,42 @@ def test_a_forced_path_is_another_kind(gpu, monkeypatch):
     assert gpu.queued and not any("sm90" in name for name, *_ in gpu.queued)
 
 
+@pytest.mark.parametrize("name", SOME)
+def test_inference_mode_has_no_gradient_whatever_grad_mode_says(gpu, name):
+    case = CASES[name]
+    _, call, _, _ = case
+    given = tensors(case, 0, True)
+    for _ in range(4):
+        with torch.inference_mode(), torch.enable_grad():
+            y = call(*given)
+        for x in y if isinstance(y, tuple) else (y,):
+            assert x.is_inference() and not x.requires_grad
+    assert gpu.plays
+
+
+def test_hooks_that_lay_a_saved_tensor_out_anew(gpu):
+    """They are given the caller's tensor between a call and its note, which must not describe another kind."""
+
+    def leaf(seed, rows_first):
+        q, kv, sinks, ids = CASES["attention"][0](seed)
+        q = q if rows_first else q.transpose(1, 2).contiguous().transpose(1, 2)
+        return [q.requires_grad_(), kv, sinks, ids]
+
+    def pack(x):
+        if x.is_leaf and x.requires_grad and not x.is_contiguous():
+            x.data = x.data.contiguous()
+        return x
+
+    _, call, _, _ = CASES["attention"]
+    for rows_first in (False, True, False):
+        for seed in range(4):
+            with Mode():
+                want = call(*leaf(seed, True)).detach()
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+                got = call(*leaf(seed, rows_first)).detach()
+            check_equal(got, want)
+
+
 def test_threads_play_their_own_calls(gpu):
     case = CASES["Sinkhorn"]
     given = [tensors(case, seed, False) for seed in range(8)]

@@ -241,8 +241,11 @@ def told_of(q: Any, kv: Any, sinks: Any, topk_idxs: Any, plan: Any, *others: Any
         return told((q, kv, sinks, topk_idxs), (*others, path))
     if topk_idxs is not None or type(plan) is not SparseIndexPlan:
         return None
-    laid = plan.backend, plan.kv_sequence, plan.topk_length is None, plan.valid_rows is None
-    return told((q, kv, sinks, plan.indices), (*others, path, *laid))
+    try:
+        laid = plan.backend, plan.kv_sequence, plan.topk_length is None, plan.valid_rows is None
+        return told((q, kv, sinks, plan.indices), (*others, path, *laid))
+    except AttributeError:
+        return None  # a plan without fields
 
 
 def play(
