@@ -5,6 +5,7 @@
                                        paragraph goes on without indentation it stays a paragraph
     - item                          -> a list item, with the lines indented below it
     Args:, Returns:, Raises:        -> a heading, and its lines one level out
+    `name`                          -> a literal
     everything else                 -> paragraphs, with the markup characters escaped
 """
 
@@ -14,12 +15,14 @@ import re
 
 SECTION = re.compile(r"^(Args|Returns|Raises):$")
 ITEM = re.compile(r"^([a-zA-Z_][\w.*]*(?:, [a-zA-Z_.][\w.*]*)*): (\S.*)$")
+LITERAL, MARKUP = re.compile(r"(?<!\w)`([^`\s](?:[^`]*[^`\s])?)`(?!\w)"), re.compile(r"[\\*`|]|_(?=\W|$)")
 SENTENCE = re.compile(r"^(Source|Note)$")  # "Source: ..." is text, "TypeError: ..." an item
 
 
 def escape(text: str) -> str:
-    """Characters that reStructuredText would read as markup."""
-    return re.sub(r"[\\*`|]|_(?=\W|$)", lambda m: "\\" + m.group(), text)
+    """Words between backticks as literals, elsewhere characters that reStructuredText would read as markup escaped."""
+    parts = LITERAL.split(text)
+    return "".join(f"``{x}``" if n % 2 else MARKUP.sub(lambda m: "\\" + m.group(), x) for n, x in enumerate(parts))
 
 
 def goes_on(line: str) -> bool:

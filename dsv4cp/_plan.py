@@ -10,7 +10,7 @@ from typing import Any
 class SparseIndexPlan:
     """Key ids of every query, laid out once for all layers that share a selection.
 
-    Frozen: a plan is never changed by a call that uses it. `backend` names the layout:
+    It is frozen, and no call that uses it changes it. `backend` names the layout:
 
     - "reference" and "cuda" ("torch", "sparse_torch" and "tilelang" in torch_ops): `indices` int32
       [B, S, T], contiguous, -1 masked, every id inside [0, kv_sequence); `topk_length` and `valid_rows`

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -32,6 +33,11 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
 def test_peers_are_gpu_kernels(capsys):
     assert main(["bench", "--cpu", "--peers"]) == 2
     assert "--peers" in capsys.readouterr().err
+
+
+def test_cases_are_picked_on_the_gpu_alone(capsys):
+    assert main(["bench", "--cpu", "--tiny", "--only", "Sinkhorn"]) == 2
+    assert "--only: it picks cases of the GPU; leave --cpu out" in capsys.readouterr().err
 
 
 def test_the_floor_is_the_larger_term():
@@ -79,7 +85,18 @@ def test_implementations_take_turns_with_all_their_sets(monkeypatch):
     ]
     bench_gpu.measured(case(bytes=1), entries, CEILINGS, 3)
     us, peer = [("us", 1), ("us", 2)], [("peer", 1)]
-    assert bench_gpu.ROUNDS == 3 and calls == [*us, *peer, *us, *peer, *peer, *us]  # each begins a round
+    assert bench_gpu.ROUNDS == 3 and calls[:3] == [*us, *peer] and sorted(calls) == sorted(3 * [*us, *peer])
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 7, 12])
+def test_nobody_goes_after_the_same_one_twice(count):
+    orders = bench_gpu.orders(count)
+    assert len(orders) == bench_gpu.ROUNDS and all(sorted(order) == list(range(count)) for order in orders)
+    assert orders == bench_gpu.orders(count)
+    row = [n for order in orders for n in order]
+    pairs = list(itertools.pairwise(row))
+    if count > 4:
+        assert len(set(pairs)) == len(pairs) and all(a != b for a, b in pairs)
 
 
 def test_a_failure_is_a_row_and_an_exit_status(monkeypatch, capsys):
@@ -131,6 +148,8 @@ def test_peers_get_the_ratio_to_our_best_row(monkeypatch):
     made = list(bench_gpu.compared(ours, theirs))
     assert [(r["implementation"], r["ratio"], r["peer"]) for r in made] == [("Peer 1", 3.0, True)]
     assert "does not load" in theirs[1]["failed"]
+    cudnn = {"ms": 1.0, "implementation": "dsv4cp cudnn, CuPy, shared plan"}
+    assert next(bench_gpu.compared([*ours, cudnn], theirs))["ratio"] == 3.0, "cuDNN is not held against itself"
 
 
 def test_each_peer_has_sets_of_its_own(monkeypatch):

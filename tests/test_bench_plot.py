@@ -27,6 +27,8 @@ ROWS = [
     {"case": "sparse attention backward", "size": FLASH, "implementation": "dsv4cp, CuPy", "failed": "out of memory"},
     row("Sinkhorn forward", "hyper-connections, 8192 matrices", "dsv4cp, CuPy", 0.009, gbs=100.0),
     row("Sinkhorn forward", "hyper-connections, 8192 matrices", "TileKernels 1.0", 0.065, ratio=7.2, peer=True),
+    row("host time of a call", "Sinkhorn forward, tiny", "dsv4cp.torch_ops", 0.01),
+    row("host time of a call", "Sinkhorn forward, tiny", "its launches alone: 1", 0.005),
 ]
 RECORD = {
     "host": {"system": "Linux", "processor": "A CPU", "cores": 16},
@@ -91,6 +93,12 @@ def test_the_picture_says_what_the_record_says(record, tmp_path, figures):
     assert floors == pytest.approx([0.35, 2.4])
     assert [t.get_text() for t in axes.get_yticklabels()][:3] == ["dsv4cp, CuPy", "dsv4cp.torch_ops", "FlashMLA 1.0"]
     assert axes.get_title() == "dsv4cp 0.1.0 (0123456789+changes) on A GPU"
+
+
+def test_how_many_times_our_best(record):
+    ours, peer = {"implementation": "dsv4cp, CuPy", "ms": 1.0}, {"implementation": "torch", "ms": 121.3}
+    assert bench_plot.label(ours, 1.0) == "1 ms" and bench_plot.label(peer, 1.0) == "121 ms, 121x"
+    assert bench_plot.label(peer | {"ms": 9.44}, 1.0) == "9.44 ms, 9.4x"
 
 
 def test_the_run_itself_is_drawn(tmp_path, capsys, figures):

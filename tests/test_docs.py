@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import json
 import os
 import re
 import shlex
@@ -168,7 +169,7 @@ def test_docstrings_become_restructured_text(monkeypatch):
     monkeypatch.syspath_prepend(str(DOCS))
     from docstrings import convert
 
-    lines = """First line with x_ and a*b.
+    lines = """First line with x_ and a*b, `a*b` and a lone `.
 
         y = x_
 
@@ -190,7 +191,7 @@ def test_docstrings_become_restructured_text(monkeypatch):
     lines = [lines[0], *(line[4:] for line in lines[1:])]
     convert(lines)
     made = "\n".join(lines)
-    assert made == r"""First line with x\_ and a\*b.
+    assert made == r"""First line with x\_ and a\*b, ``a*b`` and a lone \`.
 
 ::
 
@@ -218,3 +219,56 @@ A list:
   and more
 
 Source: somewhere.""", made
+
+
+# --- Figures -------------------------------------------------------------------------------------------------
+
+# Rows of README's table of times by how they begin -> the record's rows that they are of: case, and words of the size.
+FIGURES = {
+    "Sinkhorn, 4194304": ("Sinkhorn forward", "4194304"),
+    "its gradient": ("Sinkhorn backward", "4194304"),
+    "Sinkhorn, 8192": ("Sinkhorn forward", "8192"),
+    "index lists": ("index building", "given top-k 512: S131072 T640"),
+    "a plan of them": ("planning", "S131072 T640"),
+    "attention, S4096 H64 T640": ("sparse attention forward", "S4096 H64 T640"),
+    "attention, S4096 H64 T160": ("sparse attention forward", "S4096 H64 T160"),
+    "attention, S8192": ("sparse attention forward", "S8192 H128"),
+    "attention, S4096 H16": ("sparse attention forward", "S4096 H16"),
+    "attention, S65536": ("sparse attention forward", "S65536"),
+    "gradient, S4096 H64 T640": ("sparse attention backward", "S4096 H64 T640"),
+    "gradient, S4096 H64 T160": ("sparse attention backward", "S4096 H64 T160"),
+    "gradient, S8192": ("sparse attention backward", "S8192 H128"),
+    "indexer scores, S4096": ("indexer scores", "S4096 P1024"),
+    "indexer scores, S32768": ("indexer scores", "S32768 P8192"),
+    "scores to top-k": ("indexer top-k", "S32768"),
+    "selection alone": ("indexer selection", "S32768"),
+    "gradient of top-k scores": ("indexer backward", "S32768"),
+    "the same, S4096": ("indexer backward", "S4096"),
+}
+
+
+def three_digits(number: float) -> str:
+    text = f"{number:.3g}"
+    return f"{number:#.3g}".rstrip(".") if "e" not in text else f"{number:.0f}"
+
+
+def test_readmes_times_are_the_records():
+    """Every time and share of a floor in the table is one of the record's, of the case that the row is about."""
+    record = json.loads((DOCS / "records" / "h200.json").read_text())
+    text = (ROOT / "README.md").read_text().partition("| case | dsv4cp | of floor | others |")[2].partition("\n\n")[0]
+    lines = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
+    seen = set()
+    for line in lines:
+        name, ours, floor, others = (cell.strip() for cell in line.split("|")[1:-1])
+        begins = max((start for start in FIGURES if name.startswith(start)), key=len)
+        seen.add(begins)
+        case, size = FIGURES[begins]
+        rows = [row for row in record["rows"] if row["case"].startswith(case) and size in row["size"] and "ms" in row]
+        for cell, mine in ((ours, True), (others, False)):
+            known = {three_digits(row["ms"]) for row in rows if row["implementation"].startswith("dsv4cp") == mine}
+            found = re.findall(r"(?<![\w.])\d+\.?\d*(?![\w.]*\d)", cell)
+            assert set(found) <= known, f"{name}: {sorted(set(found) - known)} of {cell!r}, recorded {sorted(known)}"
+            assert found or not cell, name
+        shares = {f"{100 * row['share']:.0f}" for row in rows if "share" in row}
+        assert set(re.findall(r"\d+(?= %)", floor)) <= shares, f"{name}: {floor!r}, recorded {sorted(shares)}"
+    assert seen == set(FIGURES)

@@ -63,6 +63,9 @@ def run(options: argparse.Namespace) -> int:
     if options.cpu and options.peers:
         error.print("bench: --peers: peers are GPU kernels; leave --cpu out")
         return 2
+    if options.cpu and options.only:
+        error.print("bench: --only: it picks cases of the GPU; leave --cpu out")
+        return 2
     if options.cpu:
         from . import bench_cpu
 

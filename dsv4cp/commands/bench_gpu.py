@@ -8,6 +8,8 @@ that none is still in the L2 cache when its turn comes. Each case is one functio
 from __future__ import annotations
 
 import functools
+import itertools
+import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ T = TypeVar("T")
 SECONDS = 0.25  # of GPU time for one row
 SHORT = 0.25  # ms: calls shorter than this are timed in batches of about this length
 MOST_SETS = 512
-ROUNDS = 3  # turns of each implementation of a case
+ROUNDS, TRIES = 3, 1000  # turns of each implementation of a case; orders that are drawn for one of them
 
 
 @dataclass(frozen=True)
@@ -119,11 +121,17 @@ def _peers(case: Case, say: Say) -> list[Entry]:
 
 
 def compared(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The peers' rows that have a time; `ratio` says how many times as fast as it our best row is."""
-    best = min((made["ms"] for made in ours if "ms" in made), default=None)
+    """The peers' rows that have a time; `ratio` says how many times as fast as it our best row is, without cuDNN's
+    kernels under our backend of that name."""
+    best = min((made["ms"] for made in ours if "ms" in made and not by_cudnn(made)), default=None)
     for made in theirs:
         if "ms" in made:  # a peer that fails here has said so: it is no failure of this package
             yield made | ({"ratio": made["ms"] / best} if best else {}) | {"peer": True}
+
+
+def by_cudnn(row: dict[str, Any]) -> bool:
+    """Whether a row of ours runs NVIDIA's kernels."""
+    return " cudnn" in row.get("implementation", "")
 
 
 def measured(
@@ -131,24 +139,38 @@ def measured(
 ) -> list[dict[str, Any]]:
     """A row for each entry; "failed" in it says why there is no time. A long run is not given up for one failure.
 
-    The entries take turns in ROUNDS rounds, each of which another begins: a card that has just had a pause, or lighter
-    work, runs faster for a while, and one that is hot or short of power slower, so that a place in the order would be
-    worth several percent.
+    The entries take turns in ROUNDS rounds, in each after others (`orders`): a card that has just had a pause, or
+    lighter work, runs faster for a while, and one that is hot or short of power slower, so that a place in the order,
+    and who went before, would be worth several percent.
     """
     made: list[dict[str, Any]] = []
     timings: list[Timing | None] = []
     for entry in entries:
         made.append({"case": case.name, "size": case.size, "implementation": entry.implementation})
         timings.append(_unless_it_fails(made[-1], functools.partial(prepared, entry.calls(), repeats)))
-    for turn in range(ROUNDS):
-        first = turn * len(made) // ROUNDS
-        for row, timing in zip(made[first:] + made[:first], timings[first:] + timings[:first], strict=True):
+    for order in orders(len(made)):
+        for n in order:
+            row, timing = made[n], timings[n]
             if timing is not None and "failed" not in row:
                 _unless_it_fails(row, timing.take)
     return [
         _rated(case, row, timing.median(), ceilings) if timing is not None and "failed" not in row else row
         for row, timing in zip(made, timings, strict=True)
     ]
+
+
+def orders(count: int) -> list[list[int]]:
+    """ROUNDS orders, in a row, in which nobody has the same predecessor twice where there are enough to choose from."""
+    draws, chosen = random.Random(count), [list(range(count))]
+    while len(chosen) < ROUNDS:
+        one_row = list(itertools.chain(*chosen))
+        used = set(itertools.pairwise(one_row))
+        for _ in range(TRIES):
+            order = draws.sample(range(count), count)
+            if used.isdisjoint(itertools.pairwise([*one_row[-1:], *order])) and order[:1] != one_row[-1:]:
+                break
+        chosen.append(order)
+    return chosen
 
 
 def _unless_it_fails(row: dict[str, Any], call: Callable[[], T]) -> T | None:

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from .bench_gpu import by_cudnn
+
 OURS, PEERS, FLOOR = "tab:blue", "tab:orange", "black"
 
 
@@ -39,10 +41,11 @@ def check(path: str) -> None:
 
 
 def drawn_cases(rows: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """Measured rows by (case, size), in the order they came; ceilings have no floor and no peers and stay out."""
+    """Measured rows by (case, size), in the order they came; ceilings and host times have no floor and no peers and
+    stay out."""
     cases: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
-        if "ms" in row and not row.get("size", "").startswith("ceilings"):
+        if "ms" in row and not row.get("size", "").startswith("ceilings") and not row["case"].startswith("host time"):
             cases.setdefault((row["case"], row.get("size", "")), []).append(row)
     return cases
 
@@ -59,7 +62,7 @@ def label(row: dict[str, Any], best: float | None) -> str:
     if is_ours(row) and "share" in row:
         words += f", {row['share']:.0%} of floor"
     elif not is_ours(row) and best:
-        words += f", {ms / best:.2g}x"
+        words += f", {ms / best:.0f}x" if ms >= 9.5 * best else f", {ms / best:.2g}x"
     return words
 
 
@@ -82,7 +85,7 @@ def draw(path: str, found: dict[str, Any]) -> None:
     y, ticks, names = 0.0, [], []
     for (case, size), rows in cases.items():
         axes.text(left, y, f"{case} \u2013 {size}", fontsize=8, fontweight="bold", va="center")
-        best = min((row["ms"] for row in rows if is_ours(row)), default=None)
+        best = min((row["ms"] for row in rows if is_ours(row) and not by_cudnn(row)), default=None)
         top = y + 0.55
         for row in rows:
             y += 1
