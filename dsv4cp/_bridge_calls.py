@@ -105,7 +105,7 @@ def autograd_is_idle(*args: Any) -> bool:
 
 
 def call(operator: Any, *args: Any) -> Any:
-    """operator(*args), by the way below autograd where that is idle, which saves about a quarter of the way."""
+    """operator(*args), by the shorter way below autograd where that is idle."""
     if autograd_is_idle(*args):
         with below_autograd():
             return operator(*args)

@@ -93,7 +93,7 @@ class Noting:
         values = list(with_bytes(kernel, tuple(values))) if kernel.blocks.structs else values
         sizes = launch_sizes(kernel.function, grid, block)
         if 0 not in sizes[0]:
-            # The driver is told Python numbers of the same values: packing takes a third of the time of NumPy scalars.
+            # The driver is told Python numbers of the same values, which are quicker to pack than NumPy scalars.
             plain = tuple(x.item() if isinstance(x, np.generic) else x for x in values)
             self.steps.append(
                 Step(kernel, (*sizes[0], *sizes[1]), shared_bytes, plain, tuple(moves), tuple(maps))

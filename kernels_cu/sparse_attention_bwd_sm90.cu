@@ -92,8 +92,7 @@
 // 39, 37, 69, 8, 24, on 120 multiprocessors. Integers: T640 2.56: 29, 89, 72, 7, 28; T160 0.986: 27, 83, 61, 20, 25; H128
 // 16.32: 31, 52, 63, 4, 25. So additions and gathered rows fill L2 for 64 heads, integers nearly to the end: what would be
 // left of T640 at 100 % of it is 1.34 ms, so that 1.3 takes fewer additions (rows of the window summed over neighbouring
-// queries), not better hiding. 128 heads: the chain of roles and the trade of products, no unit. Of all samples (float32,
-// T640, before 11) 13 % are waits at barriers between the roles, 20 % trades of lanes and additions, 14 % waits for products.
+// queries), not better hiding. 128 heads: the chain of roles and the trade of products, no unit.
 #include "sparse_attention_bwd_sm90_producers.cuh"
 #include "sparse_attention_bwd_sm90_results.cuh"
 
