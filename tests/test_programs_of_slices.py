@@ -441,6 +441,15 @@ def test_hooks_that_lay_a_saved_tensor_out_anew(gpu):
             check_equal(got, want)
 
 
+def test_a_plan_without_fields_is_the_contracts_error_every_time(gpu):
+    q, kv, sinks, _ = CASES["attention"][0](0)
+    for _ in range(3):
+        with pytest.raises(TypeError, match="plan"):
+            torch_ops.dsv4_sparse_attention(
+                q, kv, sinks, None, 0.125, backend="tilelang", plan=object.__new__(SparseIndexPlan)
+            )
+
+
 def test_threads_play_their_own_calls(gpu):
     case = CASES["Sinkhorn"]
     given = [tensors(case, seed, False) for seed in range(8)]
