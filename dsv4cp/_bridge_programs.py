@@ -1,26 +1,22 @@
-"""Calls of a kind that was met before: from the addresses of their tensors to the launches at once.
-
-The first call of a kind goes through operator, dispatcher and checks; so does the second, after which launch code is
-run once more to note what it launches (_kernel_notes.py). From then on a call is told by its metadata and its launches
-are played: beside them it costs a tuple, a look into a dict and the memory of its results.
+"""Calls on torch tensors of a kind that came before (_programs.py): from the addresses of their tensors to the launches
+at once. Beside them such a call costs a tuple, a look into a dict and the memory of its results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from . import _bridge, _kernels
-from ._bridge_calls import MOST_REMEMBERED, PLAIN, TENSORS, dispatch_modes, function_modes, functorch
-from ._kernel_notes import Address, Noting, Step
+from ._bridge_calls import PLAIN, TENSORS, dispatch_modes, function_modes, functorch
+from ._programs import Laid, Make, Making, Program, Programs
 
 _profiler, _profiled_here = torch.autograd.profiler, torch.autograd._profiler_enabled
 _traced = torch._C._get_tracing_state
 _excluded, _AUTOGRAD = torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C.DispatchKey.AutogradFunctionality
-_UNKNOWN = object()
-Make = tuple[tuple[int, ...], torch.dtype]  # a row-major tensor
 
 
 class Told(NamedTuple):
@@ -76,73 +72,38 @@ _plain_types: set[tuple[type, ...]] = set()
 _device_of: Callable[[torch.Tensor], int] = torch.Tensor.get_device
 
 
-class Program:
-    """The launches of one kind of call, and the results and working memory that it makes for them."""
-
-    __slots__ = ("_makes", "_results", "_steps")
-
-    def __init__(self, steps: Iterable[Step], makes: Iterable[Make], results: int) -> None:
-        self._steps, self._results = tuple(steps), results
-        self._makes = tuple((sizes, _steps_of(sizes), dtype) for sizes, dtype in makes)
-
-    def run(self, call: Told) -> list[torch.Tensor]:
-        """Queues the call on torch's current stream of its tensors' device, and returns its results."""
-        device = call.tensors[0].get_device()
-        if not _bridge.is_current(device):
-            with _bridge.on_stream_of(call.tensors[0]):
-                return self.run(call)
-        made = [_empty_cuda(*make) for make in self._makes]
-        addresses = call.addresses + [x.data_ptr() for x in made]
-        _kernels.play(self._steps, addresses, _bridge.stream_pointer(device))
-        return made[: self._results]
+def run(program: Program, call: Told) -> list[torch.Tensor]:
+    """Queues the call on torch's current stream of its tensors' device, and returns its results."""
+    device = call.tensors[0].get_device()
+    if not _bridge.is_current(device):
+        with _bridge.on_stream_of(call.tensors[0]):
+            return run(program, call)
+    made = [_empty_cuda(*make) for make in program.makes]
+    addresses = call.addresses + [x.data_ptr() for x in made]
+    _kernels.play(program.steps, addresses, _bridge.stream_pointer(device))
+    return made[: program.results]
 
 
-class Making(Noting):
-    """Noting, which knows the tensors as well."""
-
-    def __init__(self, addresses: Iterable[int]) -> None:
-        super().__init__()
-        self.given = [self.array(address) for address in addresses]
-        self._makes: list[Make] = []
-
-    def make(self, sizes: Iterable[int], dtype: torch.dtype) -> Address:
-        """A row-major tensor that the call makes, results first."""
-        self._makes.append((tuple(sizes), dtype))
-        return self.array()
-
-    def program(self, results: int) -> Program:
-        """What was noted; the first `results` of what it makes are handed out."""
-        return Program(self.steps, self._makes, results)
+def settle(programs: Programs, call: Told | None, note: Callable[[Making], int | None]) -> None:
+    """To be told of a call that the kernels have run: Programs.settle."""
+    if call is not None:
+        programs.settle(call.kind, functools.partial(_laid, call), note, _made, _bridge.on_stream_of(call.tensors[0]))
 
 
-class Programs:
-    """Programs by the kind of call, for one operation."""
+def _laid(call: Told) -> list[Laid] | None:
+    """How the tensors lie; None where hooks for saved tensors have changed them since: the note would be of another
+    kind."""
+    again = told(call.tensors, call.kind[1])
+    if again is None or again.kind != call.kind:
+        return None
+    pairs = zip(call.addresses, call.tensors, strict=True)
+    return [Laid(at, tuple(x.shape), x.stride(), _bridge.name_of(x.dtype)) for at, x in pairs]
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], Any] = {}
 
-    def find(self, call: Told) -> Program | None:
-        """The call's, None where there is none (yet)."""
-        return self._known.get(call.kind) or None
-
-    def settle(self, call: Told | None, note: Callable[[Making], int | None]) -> None:
-        """To be told of a call that the kernels have run. Of the second of its kind, note(making) runs the launch code
-        and says how many results it has, None where a call of this kind needs more than launches."""
-        if call is None:
-            return
-        found = self._known.get(call.kind, _UNKNOWN)
-        if found is _UNKNOWN:
-            if len(self._known) >= MOST_REMEMBERED:
-                self._known.clear()
-            self._known[call.kind] = None  # sizes that never come again are not worth a program
-        elif found is None and not any(type(x) is float and x == 0 for x in call.kind[1]):  # -0.0 is another call
-            again = told(call.tensors, call.kind[1])
-            if again is None or again.kind != call.kind:
-                return  # hooks for saved tensors have changed them since: the note would be of another kind
-            making = Making(call.addresses)
-            with _bridge.on_stream_of(call.tensors[0]):
-                results = note(making)
-            self._known[call.kind] = False if results is None else making.program(results)
+def _made(make: Make) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Sizes, strides and dtype."""
+    sizes, name = make
+    return sizes, _steps_of(sizes), getattr(torch, name)
 
 
 def _torch_empty(sizes: tuple[int, ...], steps: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -144,10 +144,10 @@ def launch(
         cuda.runtime.setDevice(current)
 
 
-def play(steps: Sequence[Step], addresses: Sequence[int], stream: int) -> None:
+def play(steps: Sequence[Step], addresses: Sequence[int], stream: Any) -> None:
     """Queues noted launches on the current device, with the arrays of the notes at these addresses.
 
-    stream: a cudaStream_t. Raises RuntimeError as `launch` does.
+    stream: as in `launch`; a cudaStream_t where something is set to zero. Raises RuntimeError as `launch` does.
     """
     cuda = _cuda()
     device = cuda.runtime.getDevice()

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from .._backend import pick
+from .._cupy_programs import Repeated
 from . import contract, contract_grad, contract_kernels
 
 OFFERED = ("reference", "cuda")  # scores and selections
 GRAD_OFFERED = ("reference", "cuda")  # the gradients, and dsv4_indexer_topk_scores that they belong to
+_SCORES, _TOPK_SCORES = Repeated(__package__, "cuda_scores"), Repeated(__package__)
+_SCORES_GRAD, _TOPK_SCORES_GRAD = (Repeated(__package__, "cuda_grad_kernels") for _ in range(2))
 EXTRACT_OFFERED = ("reference", "numba")  # extract_indexer_topk_scores
 
 
@@ -43,12 +46,20 @@ def dsv4_indexer_scores(
     cannot run). Source: the index score of DeepSeek-V4's compressed sparse attention, masked as in the kernels
     behind NeMo AutoModel's deepseek_v4.optimized_kernels.
     """
-    spec = contract.check_scores(q, pooled_kv, weights, compress_ratio, softmax_scale, query_start, query_total_len)
+    numbers = compress_ratio, softmax_scale, query_start, query_total_len
+    call, again = _SCORES.play((q, pooled_kv, weights), (backend, *numbers))
+    if again is not None:
+        return again[0]
+    spec = contract.check_scores(q, pooled_kv, weights, *numbers)
     chosen = pick("dsv4_indexer_scores", backend, spec.library, offered=OFFERED)
     impl: Any
     match contract_kernels.within(chosen, backend, q, pooled_kv, weights):
         case "cuda":
-            from . import cuda as impl
+            from . import cuda
+
+            scores = cuda.scores(q, pooled_kv, weights, spec)
+            _SCORES.settle(call, "scores", spec)
+            return scores
         case _:
             from . import reference as impl
     return impl.scores(q, pooled_kv, weights, spec)
@@ -80,17 +91,24 @@ def dsv4_indexer_scores_grad(
     kernels add in a fixed order: the same bits every time; they need 256 MiB at most beyond the gradients, or 4 P E
     bytes where that is more. Other arguments and errors as in dsv4_indexer_scores.
     """
-    spec = contract.check_scores_grad(
-        grad_scores, q, pooled_kv, weights, compress_ratio, softmax_scale, query_start, query_total_len
-    )
+    arrays = grad_scores, q, pooled_kv, weights
+    numbers = compress_ratio, softmax_scale, query_start, query_total_len
+    call, again = _SCORES_GRAD.play(arrays, (backend, *numbers))
+    if again is not None:
+        return again[0], again[1], again[2]
+    spec = contract.check_scores_grad(*arrays, *numbers)
     chosen = pick("dsv4_indexer_scores_grad", backend, spec.library, offered=GRAD_OFFERED)
     impl: Any
     match contract_grad.within_kernels(chosen, backend, q, pooled_kv, weights, grad_scores):
         case "cuda":
-            from . import cuda_grad as impl
+            from . import cuda_grad
+
+            grads = cuda_grad.scores_grad(*arrays, spec)
+            _SCORES_GRAD.settle(call, "scores_grad", spec)
+            return grads
         case _:
             from . import reference as impl
-    return impl.scores_grad(grad_scores, q, pooled_kv, weights, spec)
+    return impl.scores_grad(*arrays, spec)
 
 
 def dsv4_indexer_topk_scores(
@@ -118,15 +136,23 @@ def dsv4_indexer_topk_scores(
     of bounded memory (256 MiB at most beyond inputs and result, for any S): NaN or inf in other rows reaches nothing.
     Errors as in dsv4_indexer_scores.
     """
-    spec = contract.check_topk_scores(q, pooled_kv, weights, topk_indices, compress_ratio, softmax_scale)
+    arrays = q, pooled_kv, weights, topk_indices
+    call, again = _TOPK_SCORES.play(arrays, (backend, compress_ratio, softmax_scale))
+    if again is not None:
+        return again[0]
+    spec = contract.check_topk_scores(*arrays, compress_ratio, softmax_scale)
     chosen = pick("dsv4_indexer_topk_scores", backend, spec.library, offered=GRAD_OFFERED)
     impl: Any
     match contract_grad.within_kernels(chosen, backend, q, pooled_kv, weights):
         case "cuda":
-            from . import cuda_grad as impl
+            from . import cuda_grad
+
+            scores = cuda_grad.topk_scores(*arrays, spec)
+            _TOPK_SCORES.settle(call, "topk_scores", spec)
+            return scores
         case _:
             from . import reference as impl
-    return impl.topk_scores(q, pooled_kv, weights, topk_indices, spec)
+    return impl.topk_scores(*arrays, spec)
 
 
 def dsv4_indexer_topk_scores_grad(
@@ -160,19 +186,22 @@ def dsv4_indexer_topk_scores_grad(
         more passes over batch rows or ranges of entries. The float32 sums of "atomic" are not counted.
         ValueError where not even one entry fits (the message says the minimum).
     """
-    spec = contract.check_topk_scores_grad(
-        grad_scores, q, pooled_kv, weights, topk_indices, compress_ratio, softmax_scale
-    )
+    arrays, numbers = (grad_scores, q, pooled_kv, weights, topk_indices), (compress_ratio, softmax_scale)
+    call, again = _TOPK_SCORES_GRAD.play(arrays, (backend, *numbers, backward_impl, backward_workspace_bytes))
+    if again is not None:
+        return again[0], again[1], again[2]
+    spec = contract.check_topk_scores_grad(*arrays, *numbers)
     cap = contract_grad.check_backward(backward_impl, backward_workspace_bytes)
     chosen = pick("dsv4_indexer_topk_scores_grad", backend, spec.library, offered=GRAD_OFFERED)
     chosen = contract_grad.within_kernels(chosen, backend, q, pooled_kv, weights, grad_scores)
     contract_grad.check_fixed_order(chosen, spec.library, backward_impl)
-    arrays = (grad_scores, q, pooled_kv, weights, topk_indices)
     if chosen == "cuda":
         from . import cuda_grad
 
-        deterministic = backward_impl == "deterministic"
-        return cuda_grad.topk_scores_grad(*arrays, spec, deterministic=deterministic, workspace_bytes=cap)
+        fixed = backward_impl == "deterministic"
+        grads = cuda_grad.topk_scores_grad(*arrays, spec, deterministic=fixed, workspace_bytes=cap)
+        _TOPK_SCORES_GRAD.settle(call, "topk_scores_grad", spec, fixed, cap)
+        return grads
     from . import reference
 
     return reference.topk_scores_grad(*arrays, spec)

@@ -74,7 +74,7 @@ def dsv4_indexer_scores(
         call = torch_bridge_kernels.told_of(
             q, pooled_kv, weights, backend, compress_ratio, softmax_scale, query_start, query_total_len
         )
-        if call is not None and (program := torch_bridge_kernels.PROGRAMS.find(call)) is not None:
+        if call is not None and (program := torch_bridge_kernels.PROGRAMS.find(call.kind)) is not None:
             numbers = compress_ratio, softmax_scale, query_start
             return torch_bridge_kernels.play(program, call, q, pooled_kv, weights, *numbers)
     arguments = q, pooled_kv, weights, compress_ratio, softmax_scale, query_start, query_total_len
@@ -93,7 +93,7 @@ def dsv4_indexer_scores(
     if picked == "tilelang":
         numbers = spec.compress_ratio, spec.softmax_scale, spec.query_start
         scores = _bridge.call(torch_bridge_kernels.SCORES, q, pooled_kv, weights, *numbers)
-        torch_bridge_kernels.settle(call, q, pooled_kv, weights, spec)
+        torch_bridge_kernels.noted(call, spec)
         return scores
     return indexer_scores_torch(q, pooled_kv, weights, softmax_scale)
 
@@ -121,7 +121,7 @@ def dsv4_indexer_topk_scores(
     call = None
     if (missing := kernel_missing()) is None:
         call = told((q, pooled_kv, weights, topk_indices), (backend, compress_ratio, softmax_scale))
-        if call is not None and (program := torch_bridge_topk.PROGRAMS.find(call)) is not None:
+        if call is not None and (program := torch_bridge_topk.PROGRAMS.find(call.kind)) is not None:
             return torch_bridge_topk.play(program, call, q, pooled_kv, weights, topk_indices, softmax_scale)
     arguments = q, pooled_kv, weights, topk_indices, compress_ratio, softmax_scale
     if (unfit := missing) is None:
@@ -139,7 +139,7 @@ def dsv4_indexer_topk_scores(
     if picked == "tilelang":
         tensors = q, pooled_kv, weights, topk_indices
         scores = _bridge.call(torch_bridge_topk.TOPK_SCORES, *tensors, spec.softmax_scale)
-        torch_bridge_topk.settle(call, *tensors, spec)
+        torch_bridge_topk.noted(call, spec)
         return scores
     return _topk_scores_torch(q, pooled_kv, weights, topk_indices, spec)
 

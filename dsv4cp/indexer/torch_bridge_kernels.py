@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from .. import _bridge
-from .._bridge_programs import Making, Program, Programs, Told, told
+from .._bridge_programs import Told, run, settle, told
+from .._programs import Program, Programs
 from . import contract, contract_kernels, reference, torch_bridge_topk
 from .contract import Spec
 
@@ -96,7 +97,7 @@ class _Scores(torch.autograd.Function):
         ctx.options = options = compress_ratio, softmax_scale, query_start
         if ready is not None:
             program, call = ready
-            return program.run(call)[0]
+            return run(program, call)[0]
         with _bridge.below_autograd():
             return SCORES(q, pooled_kv, weights, *options)
 
@@ -164,22 +165,10 @@ def play(
         numbers = int(compress_ratio), float(softmax_scale), int(query_start)
         scores: torch.Tensor = _Scores.apply(q, pooled_kv, weights, *numbers, (program, call))
         return scores
-    return program.run(call)[0]
+    return run(program, call)[0]
 
 
-def settle(call: Told | None, q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor, spec: Spec) -> None:
+def noted(call: Told | None, spec: Spec) -> None:
     """To be told of a call that SCORES has run on the kernels."""
-    cuda = _launches()
-
-    def note(making: Making) -> int | None:
-        if not all(cuda.aligned(x.data_ptr(), x.shape, x.stride()) for x in (q, pooled_kv)):
-            return None
-        operands = [
-            cuda.Operand(at, _bridge.name_of(x.dtype), x.stride())
-            for at, x in zip(making.given, (q, pooled_kv, weights), strict=True)
-        ]
-        out = making.make((spec.batch, spec.queries, spec.entries), torch.float32)
-        cuda.launch_scores(*operands, out, spec, cuda.limits(spec), stream=making)
-        return 1
-
-    PROGRAMS.settle(call, note)
+    if call is not None:
+        settle(PROGRAMS, call, functools.partial(torch_bridge_topk.notes().scores, spec))

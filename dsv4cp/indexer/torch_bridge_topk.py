@@ -10,13 +10,14 @@ do not depend on any order.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .. import _bridge
-from .._bridge_programs import Making, Program, Programs, Told, told
+from .._bridge_programs import Told, run, settle, told
+from .._programs import Making, Program, Programs
 from . import contract, contract_grad, reference
 from .contract import SlotsSpec, Spec
 
@@ -53,6 +54,14 @@ def _launches() -> Any:
     from . import cuda_grad_launch
 
     return cuda_grad_launch
+
+
+@functools.cache
+def notes() -> Any:
+    """The module of the indexer's notes."""
+    from . import cuda_notes
+
+    return cuda_notes
 
 
 def _cuda_scores(
@@ -152,7 +161,7 @@ class _TopkScores(torch.autograd.Function):
         ctx.softmax_scale = softmax_scale
         if ready is not None:
             program, call = ready
-            return program.run(call)[0]
+            return run(program, call)[0]
         with _bridge.below_autograd():
             return TOPK_SCORES(q, pooled_kv, weights, topk_indices, softmax_scale)
 
@@ -184,14 +193,9 @@ def _read(q: torch.Tensor, pooled_kv: torch.Tensor, *others: torch.Tensor) -> tu
 
 
 def _operands(*tensors: torch.Tensor | None) -> Any:
-    return _operands_at([None if x is None else x.data_ptr() for x in tensors], tensors)
-
-
-def _operands_at(addresses: Iterable[Any], tensors: Iterable[torch.Tensor | None]) -> Any:
-    cuda, pairs = _launches(), zip(addresses, tensors, strict=True)
-    return cuda.Operands(
-        *(None if x is None else cuda.Operand(at, _bridge.name_of(x.dtype), x.stride()) for at, x in pairs)
-    )
+    cuda = _launches()
+    read = [None if x is None else cuda.Operand(x.data_ptr(), _bridge.name_of(x.dtype), x.stride()) for x in tensors]
+    return cuda.Operands(*read)
 
 
 def _empty_like(q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor) -> Any:
@@ -227,24 +231,13 @@ def play(
         scale, ready = float(softmax_scale), (program, call)
         scores: torch.Tensor = _TopkScores.apply(q, pooled_kv, weights, topk_indices, scale, ready)
         return scores
-    return program.run(call)[0]
+    return run(program, call)[0]
 
 
-def settle(
-    call: Told | None, q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor, topk_indices: torch.Tensor,
-    spec: SlotsSpec,
-) -> None:  # fmt: skip
+def noted(call: Told | None, spec: SlotsSpec) -> None:
     """To be told of a call that TOPK_SCORES has run on the kernels."""
-    tensors = q, pooled_kv, weights, topk_indices
-
-    def note(making: Making) -> int | None:
-        if not _are_readable(*tensors):
-            return None
-        out = making.make(topk_indices.shape, torch.float32)
-        _launches().launch_topk_scores(_operands_at(making.given, tensors), out, spec, stream=making)
-        return 1
-
-    PROGRAMS.settle(call, note)
+    if call is not None:
+        settle(PROGRAMS, call, functools.partial(notes().topk_scores, spec))
 
 
 def gradient_at_ids(
@@ -254,13 +247,9 @@ def gradient_at_ids(
     """TOPK_SCORES_GRAD, by its program where it came before."""
     fixed = torch.are_deterministic_algorithms_enabled()
 
-    def note(making: Making, spec: SlotsSpec, grads: tuple[Any, ...]) -> None:
-        cuda = _launches()
-        passes = cuda.plan(spec, fixed, contract_grad.WORKSPACE_BYTES)
-        g_at, *addresses = making.given
-        operands = _operands_at((*addresses, g_at), (q, pooled_kv, weights, topk_indices, grad_scores))
-        workspace = making.make((passes.workspace_bytes,), torch.uint8)
-        cuda.launch_topk_scores_grad(operands, grads, workspace, spec, passes, stream=making)
+    def note(spec: SlotsSpec, making: Making) -> int | None:
+        found: int | None = notes().topk_scores_grad(spec, fixed, contract_grad.WORKSPACE_BYTES, making)
+        return found
 
     tensors = grad_scores, q, pooled_kv, weights, topk_indices
     return _again(_GRADIENTS, TOPK_SCORES_GRAD, _checked_grad, note, tensors, (softmax_scale,), fixed)
@@ -273,42 +262,26 @@ def dense_gradient(
     """SCORES_GRAD of torch_bridge_kernels, by its program where it came before."""
     from .torch_bridge_kernels import SCORES_GRAD
 
-    def note(making: Making, spec: Spec, grads: tuple[Any, ...]) -> None:
-        cuda = _launches()
-        g_at, *addresses = making.given
-        operands = _operands_at((*addresses, None, g_at), (q, pooled_kv, weights, None, grad_scores))
-        workspace = making.make((cuda.dense_workspace_bytes(spec),), torch.uint8)
-        cuda.launch_scores_grad(operands, grads, workspace, spec, stream=making)
-
     tensors, options = (grad_scores, q, pooled_kv, weights), (compress_ratio, softmax_scale, query_start)
-    return _again(_DENSE_GRADIENTS, SCORES_GRAD, _checked_dense_grad, note, tensors, options)
+    return _again(_DENSE_GRADIENTS, SCORES_GRAD, _checked_dense_grad, notes().scores_grad, tensors, options)
 
 
 def _again(
-    programs: Programs, operator: Any, checked: Callable[..., tuple[Any, str | None]], note: Callable[..., None],
-    tensors: tuple[torch.Tensor, ...], options: tuple[Any, ...], *others: Any,
+    programs: Programs, operator: Any, checked: Callable[..., tuple[Any, str | None]],
+    note: Callable[..., int | None], tensors: tuple[torch.Tensor, ...], options: tuple[Any, ...], *others: Any,
 ) -> Gradients:  # fmt: skip
-    """operator(*tensors, *options), by its program where it came before. note(making, spec, grads) notes it."""
+    """operator(*tensors, *options), by its program where it came before. note(spec, making) notes it."""
     call = None
     if tensors[1].is_cuda:
         call = told(tensors, (*options, *others, _launches().cuda_grad_kernels.forced_path))
-        if call is not None and (program := programs.find(call)) is not None:
-            grad_q, grad_kv, grad_weights = program.run(call)
+        if call is not None and (program := programs.find(call.kind)) is not None:
+            grad_q, grad_kv, grad_weights = run(program, call)
             return grad_q, grad_kv, grad_weights
     grads: Gradients = operator(*tensors, *options)
 
     def noted(making: Making) -> int | None:
         spec, unfit = checked(*tensors, *options)
-        if unfit or not _are_readable(*tensors[1:]):
-            return None
-        note(making, spec, tuple(making.make(x.shape, x.dtype) for x in tensors[1:4]))
-        return 3
+        return None if unfit else note(spec, making)
 
-    programs.settle(call, noted)
+    settle(programs, call, noted)
     return grads
-
-
-def _are_readable(q: torch.Tensor, pooled_kv: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether kernels read all of these as they are."""
-    aligned, rows = _launches().aligned, (q, pooled_kv)
-    return all(aligned(x.data_ptr(), x.shape, x.stride()) for x in rows) and all(x.is_contiguous() for x in others)

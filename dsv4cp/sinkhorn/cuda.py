@@ -14,6 +14,7 @@ import cupy
 import numpy as np
 
 from .. import _kernels
+from .._kernel_notes import Noting, Step
 from .contract import Spec
 
 ELEMENTS = {"float32": "Float32", "bfloat16": "BFloat16", "float16": "Float16"}
@@ -80,11 +81,10 @@ def launch_forward(x: int, y: int, spec: Spec, *, stream: Any = None) -> None:
     where the kernel cannot be compiled or launched.
     """
     if spec.m == 4 and not (x | y) & 15:
-        kernel, grid, count, repeat, eps = _forward4(spec.dtype, spec.matrices, spec.repeat, spec.eps)
-        # Names written out: to unpack a dict into them takes longer than the check of the arguments.
-        _kernels.launch(
-            kernel, grid=grid, block=THREADS, stream=stream, x=x, y=y, count=count, repeat=repeat, eps=eps
-        )
+        if isinstance(stream, Noting):
+            _launch4(x, y, spec.dtype, spec.matrices, spec.repeat, spec.eps, stream)
+        else:
+            _kernels.play(_forward4(spec.dtype, spec.matrices, spec.repeat, spec.eps), (x, y), stream)
         return
     numbers = _numbers(spec.matrices, spec.repeat, spec.eps)
     width = _width(spec.m)
@@ -137,9 +137,16 @@ def launch_backward(grad_y: int, x: int, grad_x: int, spec: Spec, *, stream: Any
 
 
 @functools.lru_cache(maxsize=1024)  # one look-up for the shape that models call thousands of times
-def _forward4(dtype: str, matrices: int, repeat: int, eps: float) -> tuple[Any, ...]:
-    """Kernel, grid, count, repeat and eps of a forward call on 4 x 4 matrices."""
-    return _kernel("sinkhorn4_forward", dtype), -(-matrices // THREADS), *_numbers(matrices, repeat, eps).values()
+def _forward4(dtype: str, matrices: int, repeat: int, eps: float) -> tuple[Step, ...]:
+    """A forward call on 4 x 4 matrices, x and y."""
+    note = Noting()
+    _launch4(note.array(), note.array(), dtype, matrices, repeat, eps, note)
+    return tuple(note.steps)
+
+
+def _launch4(x: int, y: int, dtype: str, matrices: int, repeat: int, eps: float, stream: Any) -> None:
+    kernel, numbers = _kernel("sinkhorn4_forward", dtype), _numbers(matrices, repeat, eps)
+    _kernels.launch(kernel, grid=-(-matrices // THREADS), block=THREADS, stream=stream, x=x, y=y, **numbers)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import torch
 
 from .. import _bridge
-from .._bridge_programs import Making, Program, Programs, Told, told
+from .._bridge_programs import Told, run, settle, told
+from .._programs import Program, Programs
 from .._torch_backend import choose
 from . import contract, ops, reference
 
@@ -49,10 +50,10 @@ def dsv4_sinkhorn_normalize(
     """
     missing = kernel_missing()
     call = told((x,), (backend, repeat, eps)) if missing is None else None
-    if call is not None and (program := _PROGRAMS.find(call)) is not None:
+    if call is not None and (program := _PROGRAMS.find(call.kind)) is not None:
         if call.gradient:
             return _Normalize.apply(x, repeat, eps, (program, call))
-        return program.run(call)[0]
+        return run(program, call)[0]
     spec = _check(x, repeat, eps) if isinstance(x, torch.Tensor) else None  # choose() refuses all else
     picked = choose(
         "dsv4_sinkhorn_normalize",
@@ -63,23 +64,9 @@ def dsv4_sinkhorn_normalize(
     )
     if picked == "tilelang" and spec is not None:
         y = _bridge.call(NORMALIZE, x, spec.repeat, spec.eps)
-        _PROGRAMS.settle(call, functools.partial(_note_forward, x, spec))
+        settle(_PROGRAMS, call, functools.partial(_notes().forward, spec))
         return y
     return sinkhorn_normalize_torch(x, repeat, eps)
-
-
-def _note_forward(x: torch.Tensor, spec: contract.Spec, making: Making) -> int | None:
-    if not x.is_contiguous():
-        return None
-    _launches().launch_forward(*making.given, making.make(x.shape, x.dtype), spec, stream=making)
-    return 1
-
-
-def _note_backward(grad_y: torch.Tensor, x: torch.Tensor, spec: contract.Spec, making: Making) -> int | None:
-    if contract.kernels_unfit(spec) or grad_y.dtype != x.dtype or not (x.is_contiguous() and grad_y.is_contiguous()):
-        return None
-    _launches().launch_backward(*making.given, making.make(x.shape, x.dtype), spec, stream=making)
-    return 1
 
 
 @functools.cache  # an import statement in each call takes half a microsecond
@@ -87,6 +74,13 @@ def _launches() -> Any:
     from . import cuda
 
     return cuda
+
+
+@functools.cache
+def _notes() -> Any:
+    from . import cuda_notes
+
+    return cuda_notes
 
 
 def _reference_forward(x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
@@ -145,7 +139,7 @@ class _Normalize(torch.autograd.Function):
         ctx.numbers = repeat, eps
         if ready is not None:
             program, call = ready
-            return program.run(call)[0]
+            return run(program, call)[0]
         with _bridge.below_autograd():
             return NORMALIZE(x, repeat, eps)
 
@@ -160,11 +154,11 @@ def gradient(grad_y: torch.Tensor, x: torch.Tensor, repeat: int, eps: float) -> 
     if torch.is_grad_enabled():
         return _reference_backward(grad_y, x, repeat, eps)
     call = told((grad_y, x), (repeat, eps))
-    if call is not None and (program := _GRADIENTS.find(call)) is not None:
-        return program.run(call)[0]
+    if call is not None and (program := _GRADIENTS.find(call.kind)) is not None:
+        return run(program, call)[0]
     grad_x: torch.Tensor = NORMALIZE_GRAD(grad_y, x, repeat, eps)
     if call is not None:
-        _GRADIENTS.settle(call, functools.partial(_note_backward, grad_y, x, _check(x, repeat, eps)))
+        settle(_GRADIENTS, call, functools.partial(_notes().backward, _check(x, repeat, eps)))
     return grad_x
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from .._arrays import dtype_name
 from .._backend import pick
+from .._cupy_programs import Repeated, Told
+from .._plan import SparseIndexPlan
 from . import contract, contract_cudnn
 
 OFFERED = ("reference", "cuda", "cudnn")
 GRAD_OFFERED = ("reference", "cuda", "cudnn")
 DENSE_OFFERED = ("reference",)
+_FORWARD, _BACKWARD = Repeated(__package__, "cuda"), Repeated(__package__, "cuda_bwd")
 PLANS = {"reference": ("reference",), "cuda": ("cuda",), "cudnn": ("cudnn",)}  # plan names each backend takes
 
 
@@ -73,6 +77,10 @@ def dsv4_sparse_attention(
 
     Source: attention of DeepSeek-V4 (shared key-value rows, sinks, selected ids); written from the definition.
     """
+    options = sm_scale, backend, reference_rounding, all_rows_nonempty, return_lse
+    call, again = _play(_FORWARD, (q, kv, sinks), topk_idxs, plan, (), options)
+    if again is not None:
+        return tuple(again) if return_lse else again[0]
     flags = {"reference_rounding": reference_rounding, "all_rows_nonempty": all_rows_nonempty, "return_lse": return_lse}
     spec = contract.check(q, kv, sinks, topk_idxs, sm_scale, plan=plan, **flags)
     chosen = pick("dsv4_sparse_attention", backend, spec.library, offered=OFFERED)
@@ -92,6 +100,8 @@ def dsv4_sparse_attention(
         case _:
             from . import reference as impl
     out, lse = impl.forward(q, kv, sinks, ids, spec, reference_rounding=bool(reference_rounding))
+    if chosen == "cuda" and dtype_name(sinks) == "float32":
+        _FORWARD.settle(call, "forward", spec, bool(reference_rounding))
     return (out, lse) if return_lse else out
 
 
@@ -159,6 +169,10 @@ def dsv4_sparse_attention_grad(
 
     Source: derivative of the definition in dsv4_sparse_attention.
     """
+    options = sm_scale, backend, backward_impl, backward_workspace_bytes, all_rows_nonempty
+    call, again = _play(_BACKWARD, (grad_out, q, kv, sinks), topk_idxs, plan, (out, lse), options)
+    if again is not None:
+        return again[0], again[1], again[2]
     spec = contract.check_grad(
         grad_out, q, kv, sinks, topk_idxs, out, lse, sm_scale,
         backward_impl=backward_impl, backward_workspace_bytes=backward_workspace_bytes,
@@ -180,10 +194,13 @@ def dsv4_sparse_attention_grad(
     cap = int(backward_workspace_bytes)
     match chosen:
         case "cuda":
+            fixed = backward_impl == "deterministic"
             from . import cuda_bwd
 
-            fixed = backward_impl == "deterministic"
-            return cuda_bwd.backward(grad_out, q, kv, sinks, ids, out, lse, spec, cap, fixed)
+            grads = cuda_bwd.backward(grad_out, q, kv, sinks, ids, out, lse, spec, cap, fixed)
+            if dtype_name(sinks) == "float32":
+                _BACKWARD.settle(call, "backward", spec, fixed, cap)
+            return grads
         case _:
             from . import reference
 
@@ -211,6 +228,19 @@ def dense_attention_topk(q: Any, kv: Any, sinks: Any, topk_idxs: Any, sm_scale: 
     from . import reference as impl
 
     return impl.dense(q, kv, sinks, topk_idxs, spec)
+
+
+def _play(
+    repeated: Repeated, before: tuple[Any, ...], topk_idxs: Any, plan: Any, after: tuple[Any, ...],
+    options: tuple[Any, ...],
+) -> tuple[Told | None, list[Any] | None]:  # fmt: skip
+    """Repeated.play with the plan's ids or topk_idxs between the arrays before and after."""
+    if plan is None:
+        return repeated.play((*before, topk_idxs, *after), options)
+    if topk_idxs is not None or type(plan) is not SparseIndexPlan:
+        return None, None
+    laid = plan.backend, plan.kv_sequence, plan.topk_length is None, plan.valid_rows is None
+    return repeated.play((*before, plan.indices, *after), (*options, *laid))
 
 
 def _plans(chosen: str, backend: str, library: str) -> tuple[str, ...]:

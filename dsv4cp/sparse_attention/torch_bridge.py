@@ -107,7 +107,7 @@ def dsv4_sparse_attention(
             backward_impl, backward_workspace_bytes,
         )  # fmt: skip
     fixed = isinstance(backward_impl, str) and backward_impl == "deterministic"
-    if call is not None and (program := torch_bridge_kernels.PROGRAMS.find(call)) is not None:
+    if call is not None and (program := torch_bridge_kernels.PROGRAMS.find(call.kind)) is not None:
         ids, more = topk_idxs if plan is None else plan.indices, (fixed, backward_workspace_bytes)
         out, lse = torch_bridge_kernels.play(program, call, q, kv, sinks, ids, sm_scale, reference_rounding, *more)
         return (out, lse) if return_lse else out
@@ -139,7 +139,7 @@ def dsv4_sparse_attention(
     if picked == "tilelang":
         options = spec.scale, bool(reference_rounding), fixed, cap
         out, lse = _bridge.call(torch_bridge_kernels.ATTEND, q, kv, sinks, ids, *options)
-        torch_bridge_kernels.settle(call, q, kv, sinks, ids, spec, bool(reference_rounding))
+        torch_bridge_kernels.noted(call, spec, bool(reference_rounding))
     else:
         contract.check_rounding(reference_rounding, backend)
         out, lse = _attend(q, kv, sinks, ids, spec)

@@ -13,11 +13,11 @@ import torch
 
 from .. import _bridge
 from .._arrays import dtype_name
-from .._bridge_programs import Making, Program, Programs, Told, told
+from .._bridge_programs import Told, run, settle, told
 from .._plan import SparseIndexPlan
-from . import contract, reference, torch_bridge_notes
+from .._programs import Making, Program, Programs
+from . import contract, reference
 from .contract import Spec
-from .torch_bridge_notes import gradient_launches, launches
 
 
 def check(
@@ -46,6 +46,29 @@ def _checked_grad(
         backward_impl="deterministic" if deterministic else "atomic", backward_workspace_bytes=workspace_bytes,
     )  # fmt: skip
     return spec, contract.kernels_unfit(q, kv)
+
+
+@functools.cache  # an import statement in each call takes half a microsecond
+def launches() -> Any:
+    """The module of the forward's launches, and of what both share."""
+    from . import cuda
+
+    return cuda
+
+
+@functools.cache
+def gradient_launches() -> Any:
+    """The module of the gradient's."""
+    from . import cuda_bwd
+
+    return cuda_bwd
+
+
+@functools.cache
+def _notes() -> Any:
+    from . import cuda_notes
+
+    return cuda_notes
 
 
 def _cuda_forward(
@@ -263,17 +286,14 @@ def play(
 def _attended(program: Program, call: Told, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     sinks = _bridge.cast(sinks, torch.float32)  # held until the launch is queued
     call.addresses[2] = sinks.data_ptr()
-    out, lse = program.run(call)
+    out, lse = run(program, call)
     return out, lse
 
 
-def settle(
-    call: Told | None, q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor, topk_idxs: torch.Tensor, spec: Spec,
-    reference_rounding: bool,
-) -> None:  # fmt: skip
+def noted(call: Told | None, spec: Spec, reference_rounding: bool) -> None:
     """To be told of a call that ATTEND has run on the kernels."""
-    note = functools.partial(torch_bridge_notes.forward, q, kv, sinks, topk_idxs, spec, reference_rounding)
-    PROGRAMS.settle(call, note)
+    if call is not None:
+        settle(PROGRAMS, call, functools.partial(_notes().forward, spec, reference_rounding))
 
 
 def gradient(
@@ -283,16 +303,16 @@ def gradient(
     """ATTEND_GRAD, by its program where it came before."""
     tensors, options = (grad_out, q, kv, sinks, topk_idxs, out, lse), (sm_scale, deterministic, workspace_bytes)
     call = told(tensors, (*options, gradient_launches().forced_path)) if q.is_cuda else None
-    if call is not None and (program := _GRADIENTS.find(call)) is not None:
+    if call is not None and (program := _GRADIENTS.find(call.kind)) is not None:
         sinks32 = _bridge.cast(sinks, torch.float32)
         call.addresses[3] = sinks32.data_ptr()
-        grad_q, grad_kv, grad_sinks = program.run(call)
+        grad_q, grad_kv, grad_sinks = run(program, call)
         return grad_q, grad_kv, _bridge.cast(grad_sinks, sinks.dtype)
 
     def note(making: Making) -> int | None:
         spec, unfit = _checked_grad(*tensors, *options)
-        return None if unfit else torch_bridge_notes.backward(*tensors, spec, deterministic, workspace_bytes, making)
+        return None if unfit else _notes().backward(spec, deterministic, workspace_bytes, making)
 
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = ATTEND_GRAD(*tensors, *options)
-    _GRADIENTS.settle(call, note)
+    settle(_GRADIENTS, call, note)
     return grads

@@ -1,0 +1,92 @@
+"""Calls of a kind that came before, whatever library their arrays are of: programs by kind, and how they are made.
+
+The first call of a kind goes through checks and launch code; so does the second, after which the launch code is run
+once more to note what it launches (_kernel_notes.py). From then on a call is told by its metadata and its launches are
+played. How calls are told and programs run is the library's: _bridge_programs.py and _cupy_programs.py. This file knows
+no slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from ._kernel_notes import Address, Noting, Step
+
+MOST_KEPT = 1024  # programs of one operation
+_UNKNOWN = object()
+Make = tuple[tuple[int, ...], str]  # a row-major array: sizes and the dtype's bare name
+
+
+class Laid(NamedTuple):
+    """How an array of a call lies; strides in elements."""
+
+    address: int  # an Address in notes
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+
+    @property
+    def row_major(self) -> bool:
+        """Without gaps, the last axis fastest."""
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size > 1 and stride != step:
+                return False
+            step *= size
+        return True
+
+
+class Making(Noting):
+    """Noting of one call: its arrays in `given`, in order, and those that it makes."""
+
+    def __init__(self, arrays: Iterable[Laid]) -> None:
+        super().__init__()
+        self.given = [x._replace(address=self.array(x.address)) for x in arrays]
+        self.makes: list[Make] = []
+
+    def make(self, sizes: Iterable[int], dtype: str) -> Address:
+        """A row-major array that the call makes, results first."""
+        self.makes.append((tuple(sizes), dtype))
+        return self.array()
+
+
+class Program(NamedTuple):
+    """The launches of one kind of call; `makes` as its library makes them, the first `results` are handed out."""
+
+    steps: tuple[Step, ...]
+    makes: tuple[Any, ...]
+    results: int
+
+
+class Programs:
+    """Programs by the kind of call, for one operation."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], Any] = {}
+
+    def find(self, kind: tuple[Any, ...]) -> Program | None:
+        """The kind's, None where there is none (yet)."""
+        return self._known.get(kind) or None
+
+    def settle(
+        self, kind: tuple[Any, ...], arrays: Callable[[], list[Laid] | None], note: Callable[[Making], int | None],
+        made: Callable[[Make], Any], current: AbstractContextManager[Any],
+    ) -> None:  # fmt: skip
+        """To be told of a call that the kernels have run. Of the second of its kind, note(making) runs the launch code
+        within `current`, and says how many results it has, None where a call of this kind needs more than launches."""
+        found = self._known.get(kind, _UNKNOWN)
+        if found is _UNKNOWN:
+            if len(self._known) >= MOST_KEPT:
+                self._known.clear()
+            self._known[kind] = None  # sizes that never come again are not worth a program
+        elif found is None and not any(type(x) is float and x == 0 for x in kind[1]):  # -0.0 is another call
+            laid = arrays()
+            if laid is None:
+                return  # they are others by now
+            making = Making(laid)
+            with current:
+                results = note(making)
+            steps = tuple(making.steps)
+            self._known[kind] = False if results is None else Program(steps, tuple(map(made, making.makes)), results)
