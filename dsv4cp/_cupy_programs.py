@@ -32,8 +32,8 @@ def told(arrays: tuple[Any, ...], others: tuple[Any, ...], launches: Callable[[]
 
     launches: the module whose forced_path belongs to the kind, asked for where the arrays are CuPy's.
     """
-    cupy = sys.modules.get("cupy")  # nobody has a CuPy array before it is imported
-    if cupy is None or type(arrays[0]) is not cupy.ndarray:
+    ndarray = getattr(sys.modules.get("cupy"), "ndarray", None)  # nobody has a CuPy array before it is imported
+    if type(arrays[0]) is not ndarray:
         return None
     if launches is not None:
         others = (*others, launches().forced_path)
@@ -45,7 +45,7 @@ def told(arrays: tuple[Any, ...], others: tuple[Any, ...], launches: Callable[[]
     kind: list[Any] = [types, others]
     addresses = []
     for x in arrays:
-        if type(x) is not cupy.ndarray:
+        if type(x) is not ndarray:
             return None
         memory = x.data
         address = memory.ptr

@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from dsv4cp import _bridge, _bridge_programs, _kernels  # noqa: E402
-from dsv4cp._bridge_programs import Making, Program, Programs, told  # noqa: E402
+from dsv4cp import _bridge, _bridge_programs, _kernels, _programs  # noqa: E402
+from dsv4cp._bridge_programs import run, settle, told  # noqa: E402
 from dsv4cp._kernel_notes import Step  # noqa: E402
+from dsv4cp._programs import Program, Programs  # noqa: E402
 from dsv4cp.sinkhorn import torch_bridge as sinkhorn_bridge  # noqa: E402
 from tests.support.compare import check_equal  # noqa: E402
 from tests.support.threads import run_at_once  # noqa: E402
@@ -183,6 +184,7 @@ def test_the_compiler_sees_the_operator(on_gpu, monkeypatch):
     torch._dynamo.reset()
     for program in sinkhorn_bridge._PROGRAMS, sinkhorn_bridge._GRADIENTS:
         monkeypatch.setattr(program, "_known", Refusing())
+    monkeypatch.setattr(sinkhorn_bridge, "_notes", Refusing().get)
     compiled = torch.compile(lambda x: sinkhorn_bridge.dsv4_sinkhorn_normalize(x, **NORMAL), fullgraph=True,
                              backend=backend)  # fmt: skip
     want = sinkhorn_bridge.NORMALIZE(x, NORMAL["repeat"], NORMAL["eps"])
@@ -297,7 +299,7 @@ class Notes:
         result = self.results.pop(0) if self.results else 1
         if isinstance(result, Exception):
             raise result
-        making.make((2,), torch.float32)
+        making.make((2,), "float32")
         return result
 
 
@@ -308,30 +310,32 @@ def call_of(n=8, *others):
 def test_a_program_is_noted_of_the_second_call(played):
     programs, note = Programs(), Notes()
     for asked in (0, 1, 1, 1):
-        assert (programs.find(call_of()) is None) == (asked == 0 or note.asked == 0)
-        programs.settle(call_of(), note)
+        assert (programs.find(call_of().kind) is None) == (asked == 0 or note.asked == 0)
+        settle(programs, call_of(), note)
         assert note.asked == asked
-    program = programs.find(call_of())
-    assert type(program) is Program and programs.find(call_of()) is program
-    assert programs.find(call_of(12)) is None and programs.find(call_of(8, 1)) is None
-    assert Programs().find(call_of()) is None
+    program = programs.find(call_of().kind)
+    assert type(program) is Program and programs.find(call_of().kind) is program
+    assert programs.find(call_of(12).kind) is None and programs.find(call_of(8, 1).kind) is None
+    assert Programs().find(call_of().kind) is None
 
 
 def test_what_is_not_told_is_not_noted(played):
     programs, note = Programs(), Notes()
     for _ in range(3):
-        programs.settle(None, note)
+        settle(programs, None, note)
     assert note.asked == 0 and programs._known == {}
 
 
 def test_the_note_gets_the_tensors_of_its_call(played):
     programs, given = Programs(), []
-    x, y = torch.zeros(8), torch.zeros(8)
+    x, y = torch.zeros(8), torch.zeros(4, 3, dtype=torch.bfloat16).T
     for _ in range(2):
         call = told((x, y, x), ())
-        programs.settle(call, lambda making: given.extend(making.given) or 0)
-    assert given == [x.data_ptr(), y.data_ptr(), x.data_ptr()]
-    assert [(address.array, address.offset) for address in given] == [(0, 0), (1, 0), (2, 0)]
+        settle(programs, call, lambda making: given.extend(making.given) or 0)
+    assert [laid.address for laid in given] == [z.data_ptr() for z in (x, y, x)]
+    assert [(laid.address.array, laid.address.offset) for laid in given] == [(0, 0), (1, 0), (2, 0)]
+    of_x, of_y = ((8,), (1,), "float32"), ((3, 4), (1, 3), "bfloat16")
+    assert [laid[1:] for laid in given] == [of_x, of_y, of_x]
 
 
 def test_notes_are_taken_on_the_tensors_device(played, monkeypatch):
@@ -346,7 +350,7 @@ def test_notes_are_taken_on_the_tensors_device(played, monkeypatch):
     monkeypatch.setattr(_bridge, "on_stream_of", on_stream_of)
     programs, call = Programs(), call_of()
     for _ in range(2):
-        programs.settle(call, lambda making: entered.append("noted") or 0)
+        settle(programs, call, lambda making: entered.append("noted") or 0)
     assert entered == [call.tensors[0], "noted", "left"]
 
 
@@ -357,22 +361,22 @@ def test_tensors_that_changed_since_they_were_told_are_not_noted(played):
         x = torch.zeros(4, 6).T
         call = told((x,), ())
         x.data = x.data.contiguous()
-        programs.settle(call, note)
-    assert programs.find(call) is None and programs.find(told((x,), ())) is None and note.asked == 0
+        settle(programs, call, note)
+    assert programs.find(call.kind) is None and programs.find(told((x,), ()).kind) is None and note.asked == 0
     gone = torch.zeros(6)
     for _ in range(3):
         call = told((gone,), ())
         gone.data = torch.zeros(0)
-        programs.settle(call, note)
+        settle(programs, call, note)
         gone = torch.zeros(6)
-    assert programs.find(call) is None and note.asked == 0
+    assert programs.find(call.kind) is None and note.asked == 0
 
 
 def test_a_kind_that_needs_more_is_not_asked_again(played):
     programs, note = Programs(), Notes(None)
     for _ in range(5):
-        programs.settle(call_of(), note)
-        assert programs.find(call_of()) is None
+        settle(programs, call_of(), note)
+        assert programs.find(call_of().kind) is None
     assert note.asked == 1
 
 
@@ -381,58 +385,58 @@ def test_zeros_whose_sign_is_not_told_have_no_program(played, zero):
     programs, note = Programs(), Notes()
     for _ in range(4):
         for call in (call_of(8, zero), call_of(8, 1, zero)):
-            programs.settle(call, note)
-            assert programs.find(call) is None
+            settle(programs, call, note)
+            assert programs.find(call.kind) is None
     assert note.asked == 0
     for other in (0, False, 1e-300):
         for _ in range(2):
-            programs.settle(call_of(8, other), note)
-        assert programs.find(call_of(8, other)) is not None
+            settle(programs, call_of(8, other), note)
+        assert programs.find(call_of(8, other).kind) is not None
 
 
 def test_a_bounded_number_is_kept(played, monkeypatch):
-    monkeypatch.setattr(_bridge_programs, "MOST_REMEMBERED", 8)
+    monkeypatch.setattr(_programs, "MOST_KEPT", 8)
     programs, note = Programs(), Notes()
     for n in range(8):
         for _ in range(2):
-            programs.settle(call_of(8, n), note)
-    assert all(programs.find(call_of(8, n)) for n in range(8))
+            settle(programs, call_of(8, n), note)
+    assert all(programs.find(call_of(8, n).kind) for n in range(8))
     for n in range(8, 40):
-        programs.settle(call_of(8, n), note)
+        settle(programs, call_of(8, n), note)
         assert len(programs._known) <= 8
-    assert programs.find(call_of(8, 0)) is None
+    assert programs.find(call_of(8, 0).kind) is None
     for _ in range(2):
-        programs.settle(call_of(8, 0), note)
-    assert programs.find(call_of(8, 0)) is not None
+        settle(programs, call_of(8, 0), note)
+    assert programs.find(call_of(8, 0).kind) is not None
 
 
 def test_errors_of_a_note_come_out_and_it_is_asked_again(played):
     programs, note = Programs(), Notes(RuntimeError("compile"), RuntimeError("again"))
-    programs.settle(call_of(), note)
+    settle(programs, call_of(), note)
     for words in ("compile", "again"):
         with pytest.raises(RuntimeError, match=words):
-            programs.settle(call_of(), note)
-        assert programs.find(call_of()) is None
-    programs.settle(call_of(), note)
-    assert programs.find(call_of()) is not None
+            settle(programs, call_of(), note)
+        assert programs.find(call_of().kind) is None
+    settle(programs, call_of(), note)
+    assert programs.find(call_of().kind) is not None
 
 
 def test_threads_settle_and_find_their_own(played, monkeypatch):
-    monkeypatch.setattr(_bridge_programs, "MOST_REMEMBERED", 16)
+    monkeypatch.setattr(_programs, "MOST_KEPT", 16)
     programs = Programs()
 
     def note(making, n):
-        making.make((n,), torch.float32)
+        making.make((n,), "float32")
         return 1
 
     def calls(thread):
         for n in range(100):
             size = 1 + (n + thread) % 12 if n % 3 else 1000 * (thread + 1) + n
             x = told((torch.zeros(size),), ())
-            if (program := programs.find(x)) is not None:
-                assert program.run(x)[0].shape == (size,)
+            if (program := programs.find(x.kind)) is not None:
+                assert run(program, x)[0].shape == (size,)
             else:
-                programs.settle(x, lambda making, size=size: note(making, size))
+                settle(programs, x, lambda making, size=size: note(making, size))
 
     run_at_once([lambda n=n: calls(n) for n in range(8)])
     assert played and len(programs._known) <= 16 + 8
@@ -442,18 +446,25 @@ def test_threads_settle_and_find_their_own(played, monkeypatch):
 
 
 def program_of(call, makes, results):
-    making = Making(call.addresses)
-    addresses = [making.make(*make) for make in makes]
-    assert [x.array for x in addresses] == list(range(len(call.addresses), making.arrays))
-    making.steps.append(Step(None, size=1))
-    return making.program(results)
+    """Of the second call of its kind, whose note makes these and zeroes a byte."""
+
+    def note(making):
+        addresses = [making.make(sizes, str(dtype).removeprefix("torch.")) for sizes, dtype in makes]
+        assert [x.array for x in addresses] == list(range(len(call.addresses), making.arrays))
+        making.steps.append(Step(None, size=1))
+        return results
+
+    programs = Programs()
+    for _ in range(2):
+        settle(programs, call, note)
+    return programs.find(call.kind)
 
 
 def test_a_run_makes_results_and_hands_on_addresses(played):
     call = told((torch.zeros(8), torch.zeros(4)), ())
     makes = [((2, 3), torch.bfloat16), (torch.Size((5,)), torch.float32), ((3, 0, 2), torch.int32), ((), torch.half)]
     program = program_of(call, [*makes, ((64,), torch.uint8)], 4)
-    results = program.run(call)
+    results = run(program, call)
     assert [(x.shape, x.dtype) for x in results] == [(torch.Size(sizes), dtype) for sizes, dtype in makes]
     assert all(x.is_contiguous() and not x.requires_grad for x in results)
     ((steps, addresses, stream),) = played
@@ -461,7 +472,7 @@ def test_a_run_makes_results_and_hands_on_addresses(played):
     assert addresses[:6] == [*call.addresses, *(x.data_ptr() for x in results)]
     assert len(addresses) == 7 and addresses[6] not in addresses[:6]
     assert call.addresses == addresses[:2], "the call's own list stays as it is"
-    again = program.run(call)
+    again = run(program, call)
     assert all(a is not b for a, b in zip(results, again, strict=True))
     assert {x.data_ptr() for x in results[:2]}.isdisjoint(x.data_ptr() for x in again[:2])
 
@@ -480,7 +491,7 @@ def test_working_memory_is_held_until_all_is_queued(played, monkeypatch):
     monkeypatch.setattr(_bridge_programs, "_empty_cuda", empty)
     monkeypatch.setattr(_kernels, "play", play)
     call = call_of()
-    results = program_of(call, [((2,), torch.float32), ((64,), torch.uint8)], 1).run(call)
+    results = run(program_of(call, [((2,), torch.float32), ((64,), torch.uint8)], 1), call)
     assert alive == [[False, False]] and len(results) == 1
     assert [torch.UntypedStorage._expired(ref) for ref in made] == [False, True]
     for ref in made:
@@ -491,8 +502,8 @@ def test_results_of_inference_are_inference_tensors(played):
     call = call_of()
     program = program_of(call, [((2,), torch.float32)], 1)
     with torch.inference_mode():
-        assert program.run(call)[0].is_inference()
-    assert not program.run(call)[0].is_inference()
+        assert run(program, call)[0].is_inference()
+    assert not run(program, call)[0].is_inference()
 
 
 def test_another_current_device_is_changed_and_put_back(played, monkeypatch):
@@ -515,10 +526,12 @@ def test_another_current_device_is_changed_and_put_back(played, monkeypatch):
     monkeypatch.setattr(_bridge_programs, "_empty_cuda", empty)
     call = call_of()  # of device -1, as torch says of the CPU
     program = program_of(call, [((2,), torch.float32)], 1)
-    assert len(program.run(call)) == 1
+    assert state["entered"] == 1 and state["device"] == 1, "it was noted there"
+    state["entered"] = 0
+    assert len(run(program, call)) == 1
     assert state == {"device": 1, "entered": 1} and [play[2] for play in played] == [99]
     state["device"] = -1
-    program.run(call)
+    run(program, call)
     assert state["entered"] == 1 and len(played) == 2
 
 
@@ -530,9 +543,9 @@ def test_errors_of_a_run_come_out(played, monkeypatch):
     program = program_of(call, [((2,), torch.float32)], 1)
     monkeypatch.setattr(_kernels, "play", play)
     with pytest.raises(RuntimeError, match="scale: launch failed"):
-        program.run(call)
+        run(program, call)
     monkeypatch.setattr(_kernels, "play", lambda *_: None)
-    assert len(program.run(call)) == 1
+    assert len(run(program, call)) == 1
 
 
 SIZES = [(), (3,), (2, 3, 4), (1, 1, 5), (0,), (2, 0, 4), (0, 3, 0), (4, 1, 0)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsv4cp import torch_ops
-from dsv4cp._bridge_programs import Program, Programs
+from dsv4cp._programs import Program, Programs
 from dsv4cp.indexer import torch_bridge_kernels as scores
 from dsv4cp.indexer import torch_bridge_topk as topk
 from dsv4cp.sinkhorn import torch_bridge as sinkhorn

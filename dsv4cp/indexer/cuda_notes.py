@@ -65,5 +65,3 @@ def _operand(x: Laid) -> Operand:
 def _readable(rows: tuple[Laid, ...], others: tuple[Laid, ...]) -> bool:
     aligned = cuda_grad_launch.aligned
     return all(aligned(x.address, x.shape, x.strides) for x in rows) and all(x.row_major for x in others)
-
-

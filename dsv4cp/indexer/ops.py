@@ -268,18 +268,9 @@ def dsv4_indexer_topk(
         "pooled_positions": pooled_positions,
     }
     spec = contract.check_topk(
-        q,
-        pooled_kv,
-        weights,
-        topk,
-        compress_ratio,
-        softmax_scale,
-        query_start,
-        query_total_len,
-        order,
-        return_scores,
+        q, pooled_kv, weights, topk, compress_ratio, softmax_scale, query_start, query_total_len, order, return_scores,
         documents,
-    )
+    )  # fmt: skip
     chosen = pick("dsv4_indexer_topk", backend, spec.library, offered=OFFERED, twin="")
     impl: Any
     match contract_kernels.within(chosen, backend, q, pooled_kv, weights):

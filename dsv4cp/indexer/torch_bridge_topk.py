@@ -262,8 +262,12 @@ def dense_gradient(
     """SCORES_GRAD of torch_bridge_kernels, by its program where it came before."""
     from .torch_bridge_kernels import SCORES_GRAD
 
+    def note(spec: Spec, making: Making) -> int | None:
+        found: int | None = notes().scores_grad(spec, making)
+        return found
+
     tensors, options = (grad_scores, q, pooled_kv, weights), (compress_ratio, softmax_scale, query_start)
-    return _again(_DENSE_GRADIENTS, SCORES_GRAD, _checked_dense_grad, notes().scores_grad, tensors, options)
+    return _again(_DENSE_GRADIENTS, SCORES_GRAD, _checked_dense_grad, note, tensors, options)
 
 
 def _again(

@@ -64,7 +64,8 @@ def dsv4_sinkhorn_normalize(
     )
     if picked == "tilelang" and spec is not None:
         y = _bridge.call(NORMALIZE, x, spec.repeat, spec.eps)
-        settle(_PROGRAMS, call, functools.partial(_notes().forward, spec))
+        if call is not None:
+            settle(_PROGRAMS, call, functools.partial(_notes().forward, spec))
         return y
     return sinkhorn_normalize_torch(x, repeat, eps)
 

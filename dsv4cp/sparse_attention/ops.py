@@ -239,8 +239,11 @@ def _play(
         return repeated.play((*before, topk_idxs, *after), options)
     if topk_idxs is not None or type(plan) is not SparseIndexPlan:
         return None, None
-    laid = plan.backend, plan.kv_sequence, plan.topk_length is None, plan.valid_rows is None
-    return repeated.play((*before, plan.indices, *after), (*options, *laid))
+    try:
+        ids, laid = plan.indices, (plan.backend, plan.kv_sequence, plan.topk_length is None, plan.valid_rows is None)
+    except AttributeError:
+        return None, None  # a plan without fields
+    return repeated.play((*before, ids, *after), (*options, *laid))
 
 
 def _plans(chosen: str, backend: str, library: str) -> tuple[str, ...]:

@@ -196,8 +196,8 @@ def try_case(op: Op, case: dict, detail: bool = False) -> Verdict:
     way = Way.parse(case["way"])
     held = op.make(way, case)
     v = Verdict(detail=detail)
-    # Of torch's calls that come again the third plays what was noted of the second (dsv4cp/_bridge_programs.py).
-    runs = 3 if way.library == "torch" and way.device == "cuda" and case["seed"] % 2 else 1
+    # Of calls that come again the third plays what was noted of the second (dsv4cp/_programs.py).
+    runs = 3 if way.library in ("torch", "cupy") and way.device == "cuda" and case["seed"] % 2 else 1
     with Canaries(way, case["fill"]) as canaries:
         for _ in range(runs):
             results = op.run(way, case, held)
