@@ -80,7 +80,7 @@ def run(program: Program, call: Told) -> list[torch.Tensor]:
             return run(program, call)
     made = [_empty_cuda(*make) for make in program.makes]
     addresses = call.addresses + [x.data_ptr() for x in made]
-    _kernels.play(program.steps, addresses, _bridge.stream_pointer(device))
+    _kernels.play(program.launches, addresses, _bridge.stream_pointer(device))
     return made[: program.results]
 
 

@@ -68,7 +68,7 @@ def run(program: Program, call: Told) -> list[Any]:
             return run(program, call)
     made = [ndarray(sizes, dtype, cuda.alloc(size)) for sizes, dtype, size in program.makes]
     addresses = call.addresses + [x.data.ptr for x in made]
-    _kernels.play(program.steps, addresses, cuda.get_current_stream().ptr)
+    _kernels.play(program.launches, addresses, cuda.get_current_stream().ptr)
     return made[: program.results]
 
 

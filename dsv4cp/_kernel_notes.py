@@ -1,13 +1,14 @@
 """Launches noted instead of queued: launch code runs once for a kind of call, `_kernels.play` repeats what it did.
 
-Noting is given to launch code as its stream. Arrays stand there as `Address`, which remembers through sums in which
+Noting is given to launch code as its stream, and `launches` makes of its steps what is played. Arrays stand there as `Address`, which remembers through sums in which
 array it lies, and tensor maps as `MapBytes`, which remember what they describe; all else that the code computes is the
 same for every call of the kind. An address that is neither is refused while noting. This file knows no slice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,6 +63,44 @@ class Step(NamedTuple):
     moves: tuple[tuple[int, int, int], ...] = ()
     maps: tuple[tuple[int, int, int, Callable[[int], bytes]], ...] = ()
     size: int = 0
+
+
+class Launches(NamedTuple):
+    """Steps as they are played: a call's values are laid side by side once, and each launch picks its own.
+
+    Side by side lie the addresses of the arrays, then `constants`, then addresses inside of arrays (array, offset),
+    then tensor maps (array, offset, what encodes them).
+    """
+
+    constants: tuple[Any, ...]
+    inside: tuple[tuple[int, int], ...]
+    maps: tuple[tuple[int, int, Callable[[int], bytes]], ...]
+    steps: tuple[tuple[Any, tuple[int, ...], int, Callable[[Sequence[Any]], Any], int], ...]  # as in Step, with picks
+
+
+def launches(steps: Sequence[Step], arrays: int) -> Launches:
+    """What _kernels.play plays of steps that a Noting of so many arrays has."""
+    inside = sorted({(array, offset) for x in steps for _, array, offset in x.moves if offset})
+    maps = list(dict.fromkeys(x[1:] for step in steps for x in step.maps))
+    constants: list[Any] = []
+    picks = []
+    for step in steps:
+        at = list(range(arrays + len(constants), arrays + len(constants) + len(step.values)))
+        constants += step.values
+        picks.append(at if step.kernel is not None else [0])
+    varying = arrays + len(constants)
+    for step, at in zip(steps, picks, strict=True):
+        for n, array, offset in step.moves:
+            at[n] = varying + inside.index((array, offset)) if offset else array
+        for n, *which in step.maps:
+            at[n] = varying + len(inside) + maps.index(tuple(which))
+    played = [(x.kernel, x.sizes, x.shared_bytes, _picker(at), x.size) for x, at in zip(steps, picks, strict=True)]
+    return Launches(tuple(constants), tuple(inside), tuple(maps), tuple(played))
+
+
+def _picker(at: list[int]) -> Callable[[Sequence[Any]], Any]:
+    """Of a sequence, a tuple of what is at these places."""
+    return operator.itemgetter(*at) if len(at) > 1 else lambda values: tuple(values[n] for n in at)
 
 
 class Noting:

@@ -24,7 +24,7 @@ from typing import Any
 
 from ._kernel_arguments import ADDRESSES, Blocks, fitted, plain_type, unpackable, with_bytes
 from ._kernel_cache import through_cache
-from ._kernel_notes import Noting, Step
+from ._kernel_notes import Launches, Noting
 from ._kernel_report import CompileReport, kernel_reports
 from ._kernel_sizes import BLOCK_THREADS, GRID_LIMITS, launch_sizes
 from ._kernel_text import Parameter, expand, parameters
@@ -144,24 +144,24 @@ def launch(
         cuda.runtime.setDevice(current)
 
 
-def play(steps: Sequence[Step], addresses: Sequence[int], stream: Any) -> None:
+def play(launches: Launches, addresses: Sequence[int], stream: Any) -> None:
     """Queues noted launches on the current device, with the arrays of the notes at these addresses.
 
     stream: as in `launch`; a cudaStream_t where something is set to zero. Raises RuntimeError as `launch` does.
     """
+    constants, inside, maps, steps = launches
+    values = [*addresses, *constants]
+    for array, offset in inside:
+        values.append(addresses[array] + offset)
+    for array, offset, encode in maps:
+        values.append(encode(addresses[array] + offset))
     cuda = _cuda()
     device = cuda.runtime.getDevice()
-    for kernel, sizes, shared_bytes, constant, moves, maps, size in steps:
+    for kernel, sizes, shared_bytes, pick, size in steps:
         if kernel is None:
-            _, array, offset = moves[0]
-            cuda.runtime.memsetAsync(addresses[array] + offset, 0, size, stream)
-            continue
-        values = list(constant)
-        for n, array, offset in moves:
-            values[n] = addresses[array] + offset
-        for n, array, offset, encode in maps:
-            values[n] = encode(addresses[array] + offset)
-        _queue(kernel, cuda, device, sizes, values, shared_bytes, stream)
+            cuda.runtime.memsetAsync(*pick(values), 0, size, stream)
+        else:
+            _queue(kernel, cuda, device, sizes, pick(values), shared_bytes, stream)
 
 
 def _queue(

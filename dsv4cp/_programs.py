@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
-from ._kernel_notes import Address, Noting, Step
+from ._kernel_notes import Address, Launches, Noting, launches
 
 MOST_KEPT = 1024  # programs of one operation
 _UNKNOWN = object()
@@ -55,7 +55,7 @@ class Making(Noting):
 class Program(NamedTuple):
     """The launches of one kind of call; `makes` as its library makes them, the first `results` are handed out."""
 
-    steps: tuple[Step, ...]
+    launches: Launches
     makes: tuple[Any, ...]
     results: int
 
@@ -88,5 +88,8 @@ class Programs:
             making = Making(laid)
             with current:
                 results = note(making)
-            steps = tuple(making.steps)
-            self._known[kind] = False if results is None else Program(steps, tuple(map(made, making.makes)), results)
+            if results is None:
+                self._known[kind] = False
+            else:
+                played = launches(making.steps, making.arrays)
+                self._known[kind] = Program(played, tuple(map(made, making.makes)), results)

@@ -50,8 +50,13 @@ def tensor_map(
     """
     found = _tensor_map(address, sizes, strides, box, dtype)
     if type(address) is Address and found is not None:
-        return MapBytes(found, address, _Encoder(sizes, strides, box, dtype))
+        return MapBytes(found, address, _encoder_of(sizes, strides, box, dtype))
     return found
+
+
+@functools.lru_cache(maxsize=512)
+def _encoder_of(*kind: Any) -> _Encoder:
+    return _Encoder(*kind)
 
 
 @functools.lru_cache(maxsize=512)

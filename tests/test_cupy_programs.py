@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 import dsv4cp  # noqa: E402
 from dsv4cp import SparseIndexPlan, _cupy_programs, _programs  # noqa: E402
 from dsv4cp._cupy_programs import Repeated, run, told  # noqa: E402
-from dsv4cp._kernel_notes import Step  # noqa: E402
+from dsv4cp._kernel_notes import Step, launches  # noqa: E402
 from dsv4cp._programs import Laid, Program  # noqa: E402
 from dsv4cp.indexer import cuda_grad_kernels, cuda_scores  # noqa: E402
 from dsv4cp.indexer import ops as indexer_ops  # noqa: E402
@@ -258,7 +258,7 @@ def test_rows_without_gaps_are_told_by_strides():
 
 # --- A run ---------------------------------------------------------------------------------------------------
 
-ZERO = (Step(None, moves=((0, 0, 0),), size=1),)
+ZERO = launches([Step(None, moves=((0, 0, 0),), size=1)], 1)
 
 
 def program_of(makes, results):
@@ -279,8 +279,8 @@ def test_a_run_makes_results_and_hands_on_addresses(plays):
     results = run(program, call)
     assert [(x.shape, x.dtype.name) for x in results] == makes
     assert all(type(x) is cupy.ndarray and x.flags.c_contiguous for x in results)
-    ((steps, addresses, stream),) = plays
-    assert steps == ZERO and stream == 77 and len(addresses) == 7
+    ((noted, addresses, stream),) = plays
+    assert noted is ZERO and stream == 77 and len(addresses) == 7
     assert addresses[:6] == [*call.addresses, *(x.data.ptr for x in results)] and addresses[6] not in addresses[:6]
     assert call.addresses == addresses[:2], "the call's own list stays as it is"
     assert {x.data.ptr for x in results[:3]}.isdisjoint(x.data.ptr for x in run(program, call))

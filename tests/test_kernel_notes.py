@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from dsv4cp import _kernels, _tensor_maps
-from dsv4cp._kernel_notes import BASE, ROOM, Address, MapBytes, Noting
+from dsv4cp._kernel_notes import BASE, ROOM, Address, MapBytes, Noting, launches
 from tests.support.threads import run_at_once
 from tests.test_kernel_launch import F32, I64, MAP, POINTER, Array, DriverError, driver, good, scale  # noqa: F401
 
@@ -34,7 +34,7 @@ def noted_and_direct(driver, launch, *memory, stream=77):  # noqa: F811
     noting = Noting()
     launch(noting, *(noting.array() for _ in memory))
     assert driver.launches == [], "a note queues nothing"
-    _kernels.play(noting.steps, list(memory), stream)
+    _kernels.play(launches(noting.steps, noting.arrays), list(memory), stream)
     played = driver.launches[:]
     driver.launches.clear()
     launch(stream, *memory)
@@ -126,9 +126,9 @@ def test_several_kernels_in_their_order(driver, scale, sources):  # noqa: F811
     assert [step.kernel for step in noting.steps] == [scale, other, scale]
     del noting.steps[2]
     driver.types = [POINTER, POINTER, I64, F32]
-    _kernels.play(noting.steps[:1], [16, 32], 5)
+    _kernels.play(launches(noting.steps[:1], noting.arrays), [16, 32], 5)
     driver.types = [I64, POINTER, POINTER, F32]
-    _kernels.play(noting.steps[1:], [16, 32], 5)
+    _kernels.play(launches(noting.steps[1:], noting.arrays), [16, 32], 5)
     first, second = driver.launches
     assert first.args == [16, 32, 3, 2.0] and second.args == [3, 32, 16, 2.0]
     assert (second.grid, second.block) == ((1, 2, 3), (4, 2, 1))
@@ -173,7 +173,7 @@ def test_large_shared_memory_is_opted_in_to(driver, scale):  # noqa: F811
     _kernels.launch(scale, **good(x=noting.array(), y=noting.array(), shared_bytes=64 * 1024, stream=noting))
     assert driver.shared == []
     for _ in range(2):
-        _kernels.play(noting.steps, [16, 32], 0)
+        _kernels.play(launches(noting.steps, noting.arrays), [16, 32], 0)
     assert driver.shared == [64 * 1024]
 
 
@@ -181,7 +181,7 @@ def test_notes_are_of_the_arguments_not_of_this_times_addresses(driver, scale): 
     noting = Noting()
     _kernels.launch(scale, **good(x=noting.array(4096), y=noting.array(256) + 4, stream=noting))
     for memory in ([16, 32], [4096, 256], [2**50, 0]):
-        _kernels.play(noting.steps, memory, 0)
+        _kernels.play(launches(noting.steps, noting.arrays), memory, 0)
         assert driver.launches[-1].args[:2] == [memory[0], memory[1] + 4]
 
 
@@ -207,13 +207,43 @@ def test_zeros_are_played_in_their_place(driver, scale):  # noqa: F811
     _kernels.launch(scale, **good(x=x, y=y, stream=noting))
     noting.zero(x, 7)
     assert queued == []
-    _kernels.play(noting.steps, [4096, 256], 55)
+    _kernels.play(launches(noting.steps, noting.arrays), [4096, 256], 55)
     assert queued == [(0, 288, 0, 100, 55), (1, 4096, 0, 7, 55)]
     assert [launch.args[:2] for launch in driver.launches] == [[4096, 256]]
     for address in (4096, np.uintp(4096), 0):
         with pytest.raises(TypeError, match=r"lies in no array of these notes$"):
             noting.zero(address, 4)
     assert len(noting.steps) == 3
+
+
+# --- What is played ------------------------------------------------------------------------------------------
+
+
+def test_launches_lay_each_varying_value_down_once(driver, scale):  # noqa: F811
+    noting = Noting()
+    x, y, z = noting.array(), noting.array(), noting.array()
+    for first, second in ((x, y), (y + 16, z), (z, y + 16), (x + 32, x)):
+        _kernels.launch(scale, **good(x=first, y=second, stream=noting))
+    noting.zero(y + 16, 8)
+    played = launches(noting.steps, noting.arrays)
+    assert played.inside == ((0, 32), (1, 16)) and played.maps == () and len(played.steps) == 5
+    queued = []
+    driver.memsetAsync = lambda *args: queued.append(args)
+    _kernels.play(played, (4096, 8192, 64), 7)
+    assert [x.args[:2] for x in driver.launches] == [[4096, 8192], [8208, 64], [64, 8208], [4128, 4096]]
+    assert queued == [(8208, 0, 8, 7)]
+    assert launches([], 0) == ((), (), (), ())
+    _kernels.play(launches([], 2), (16, 32), 7)
+    assert len(driver.launches) == 4
+
+
+def test_a_map_of_one_kind_and_place_is_encoded_once_a_call(asked):
+    noting = Noting()
+    x = noting.array(4096)
+    a, b = (_tensor_maps.tensor_map(x, *KIND) for _ in range(2))
+    assert a.encode is b.encode
+    other = _tensor_maps.tensor_map(x, KIND[0], KIND[1], (64, 1, 1), KIND[3])
+    assert other.encode is not a.encode
 
 
 # --- What is refused -----------------------------------------------------------------------------------------
@@ -276,11 +306,11 @@ def test_errors_of_the_play_carry_the_kernel_and_the_sizes(driver, scale):  # no
     driver.errors = [DriverError(1)]
     words = r"scale: launch failed: CUDA_ERROR 1 \(grid \(2, 1, 1\), block \(32, 1, 1\), 7 bytes"
     with pytest.raises(RuntimeError, match=words):
-        _kernels.play(noting.steps, [16, 32], 0)
+        _kernels.play(launches(noting.steps, noting.arrays), [16, 32], 0)
     with pytest.raises(ValueError, match=r"^scale: y: expected an address of 64 bits, got -1$"):
-        _kernels.play(noting.steps, [16, -1], 0)
+        _kernels.play(launches(noting.steps, noting.arrays), [16, -1], 0)
     driver.errors = [DriverError(_kernels.NO_CONTEXT)]  # as in a thread that has not used the device yet
-    _kernels.play(noting.steps, [16, 32], 0)
+    _kernels.play(launches(noting.steps, noting.arrays), [16, 32], 0)
     assert driver.contexts == 1 and [launch.args[:2] for launch in driver.launches] == [[16, 32]]
 
 
@@ -288,7 +318,7 @@ def test_a_play_is_on_the_current_device(driver, scale):  # noqa: F811
     noting = Noting()
     _kernels.launch(scale, **good(x=noting.array(), y=noting.array(), stream=noting))
     for driver.current in (0, 2):
-        _kernels.play(noting.steps, [16, 32], 5)
+        _kernels.play(launches(noting.steps, noting.arrays), [16, 32], 5)
     assert [launch.device for launch in driver.launches] == [0, 2]
     assert len(driver.compiled) == 2
 
@@ -304,7 +334,7 @@ def test_threads_at_once_have_their_own_arguments(driver, scale):  # noqa: F811
     def call(thread):
         start.wait()
         for n in range(10):
-            _kernels.play(noting.steps, [1000 * thread + 2 * n, thread], thread)
+            _kernels.play(launches(noting.steps, noting.arrays), [1000 * thread + 2 * n, thread], thread)
 
     run_at_once([lambda n=n: call(n) for n in range(8)])
     assert sorted(launch.args[0] for launch in driver.launches) == [1000 * t + n for t in range(8) for n in range(20)]
@@ -328,8 +358,10 @@ def asked(monkeypatch):
 
     monkeypatch.setattr(_tensor_maps, "_encoder", lambda: encode)
     _tensor_maps._tensor_map.cache_clear()
+    _tensor_maps._encoder_of.cache_clear()
     yield addresses
     _tensor_maps._tensor_map.cache_clear()
+    _tensor_maps._encoder_of.cache_clear()
 
 
 def words(address: int) -> bytes:

@@ -12,7 +12,7 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytest.importorskip("ml_dtypes")
 
 from dsv4cp import _kernels, _tensor_maps  # noqa: E402
-from dsv4cp._kernel_notes import Noting  # noqa: E402
+from dsv4cp._kernel_notes import Noting, launches  # noqa: E402
 from dsv4cp.indexer import contract as indexer_contract  # noqa: E402
 from dsv4cp.indexer import cuda_grad_kernels, cuda_grad_launch, cuda_scores  # noqa: E402
 from dsv4cp.indexer import cuda_sm90 as indexer_sm90  # noqa: E402
@@ -68,7 +68,7 @@ def device(monkeypatch):
         return 0
 
     monkeypatch.setattr(_tensor_maps, "_encoder", lambda: encode)
-    remembered = _tensor_maps._tensor_map, sinkhorn_cuda._backward_shape
+    remembered = _tensor_maps._tensor_map, _tensor_maps._encoder_of, sinkhorn_cuda._backward_shape
     for function in remembered:
         function.cache_clear()
     yield driver
@@ -83,7 +83,7 @@ def compare(device, launch, arrays: int, least: int) -> None:
     note = Noting()
     launch([note.array(at if n % 2 else None) for n, at in enumerate(HERE[:arrays])], note)
     assert device.queued == []
-    _kernels.play(note.steps, THERE[:arrays], STREAM)
+    _kernels.play(launches(note.steps, note.arrays), THERE[:arrays], STREAM)
     assert device.queued == direct
     assert len(direct) >= least
     assert all(len(x) == 5 or x[7] == STREAM for x in direct)

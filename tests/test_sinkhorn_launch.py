@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from dsv4cp import _kernels
-from dsv4cp._kernel_notes import Address, Noting
+from dsv4cp._kernel_notes import Address, Noting, launches as played
 from dsv4cp.sinkhorn import contract, cuda
 
 # Shared memory of a block (opt-in) and of a multiprocessor, in bytes, and multiprocessors.
@@ -117,7 +117,7 @@ def test_a_forward_call_is_noted_as_it_is_queued(launches, limits):
         note, spec = Noting(), spec_of(count)
         cuda.launch_forward(note.array(), note.array(FAR), spec, stream=note)
         assert launches == [] and len(note.steps) == (count > 0)
-        _kernels.play(note.steps, [3 * FAR, FAR], 7)
+        _kernels.play(played(note.steps, note.arrays), [3 * FAR, FAR], 7)
         cuda.launch_forward(3 * FAR, FAR, spec, stream=7)
         assert [vars(x) for x in launches[: len(note.steps)]] == [vars(x) for x in launches[len(note.steps) :]]
 

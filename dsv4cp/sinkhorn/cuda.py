@@ -14,7 +14,7 @@ import cupy
 import numpy as np
 
 from .. import _kernels
-from .._kernel_notes import Noting, Step
+from .._kernel_notes import Launches, Noting, launches
 from .contract import Spec
 
 ELEMENTS = {"float32": "Float32", "bfloat16": "BFloat16", "float16": "Float16"}
@@ -137,11 +137,11 @@ def launch_backward(grad_y: int, x: int, grad_x: int, spec: Spec, *, stream: Any
 
 
 @functools.lru_cache(maxsize=1024)  # one look-up for the shape that models call thousands of times
-def _forward4(dtype: str, matrices: int, repeat: int, eps: float) -> tuple[Step, ...]:
+def _forward4(dtype: str, matrices: int, repeat: int, eps: float) -> Launches:
     """A forward call on 4 x 4 matrices, x and y."""
     note = Noting()
     _launch4(note.array(), note.array(), dtype, matrices, repeat, eps, note)
-    return tuple(note.steps)
+    return launches(note.steps, note.arrays)
 
 
 def _launch4(x: int, y: int, dtype: str, matrices: int, repeat: int, eps: float, stream: Any) -> None:

@@ -245,5 +245,7 @@ def installed(monkeypatch, hopper: bool):
     for programs in ALL_PROGRAMS:
         put(programs, "_known", {})
     _tensor_maps._tensor_map.cache_clear()
+    _tensor_maps._encoder_of.cache_clear()
     yield made
     _tensor_maps._tensor_map.cache_clear()
+    _tensor_maps._encoder_of.cache_clear()
