@@ -122,7 +122,7 @@ def is_current(device_index: int) -> bool:
 
 
 class on_stream_of:
-    """`with on_stream_of(x) as stream:` the device of CUDA tensor x is current, for torch and for CuPy.
+    """`with on_stream_of(x) as stream:` the device of CUDA tensor x, or number x, is current, for torch and for CuPy.
 
     `stream` is a CuPy stream object for torch's current stream there (`stream.ptr` is the handle). It is not
     made CuPy's current stream, which costs more than a launch: pass it to the launch, or use `cupy_on_stream_of`.
@@ -131,8 +131,8 @@ class on_stream_of:
 
     __slots__ = ("_cupy_device", "_index", "_torch_device")
 
-    def __init__(self, x: torch.Tensor) -> None:
-        self._index = x.get_device()
+    def __init__(self, x: torch.Tensor | int) -> None:
+        self._index = x if isinstance(x, int) else x.get_device()
 
     def __enter__(self) -> Any:
         runtime = _runtime()  # each library links a CUDA runtime of its own: ask and set both

@@ -26,15 +26,18 @@ class Told(NamedTuple):
     addresses: list[int]  # on 16 bytes
     tensors: tuple[torch.Tensor, ...]
     gradient: bool  # is wanted
+    device: int
 
 
-def told(tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Told | None:
+def told(tensors: tuple[Any, ...], others: tuple[Any, ...], device: int = -1) -> Told | None:
     """What a call on `tensors` is known by; None where anything might miss the way through the dispatcher.
+
+    device: where they have to be, -1 where the first one says it.
 
     Not told are calls under torch.compile, torch.jit.trace, a mode, a transform of torch.func or a profiler that would
     show the operator, tensors of other types (and old transforms' wrappers, which have no memory), off 16 bytes or
-    lazily negated, off the GPU; inference tensors that require a gradient; and others than numbers, strings, None,
-    dtypes and devices. Equal numbers of different types are different kinds; the signs of zeros are not told apart.
+    lazily negated, off the GPU or of two; inference tensors that require a gradient; and others than numbers, strings,
+    None, dtypes and devices. Equal numbers of different types are different kinds; zeros' signs are not told apart.
     What a user registers on the operators themselves (torch.library.register_autocast, say) is not asked about.
     """
     if torch.compiler.is_compiling() or function_modes() or dispatch_modes() or functorch() is not None:
@@ -48,14 +51,16 @@ def told(tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Told | None:
         _plain_types.add(types)  # finitely many: of types that are plain, in numbers that callers pass
     kind: list[Any] = [types, others]
     addresses, gradient = [], False
+    if device < 0 and tensors and type(tensors[0]) in TENSORS:
+        device = _device_of(tensors[0])
     try:
         for x in tensors:
-            if type(x) not in TENSORS or not x.is_cuda or x.is_neg():
+            if type(x) not in TENSORS or not x.is_cuda or x.is_neg() or _device_of(x) != device:
                 return None
             address = x.data_ptr()
             if not address or address & 15:
                 return None
-            kind += (x.shape, x.stride(), x.dtype, _device_of(x))
+            kind += (x.shape, x.stride(), x.dtype)
             addresses.append(address)
             if x.requires_grad:
                 if x.is_inference():
@@ -65,7 +70,8 @@ def told(tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Told | None:
         return None  # no memory, or no strides
     # Excluded in inference mode, which grad mode does not say, and below autograd.
     wanted = gradient and torch.is_grad_enabled() and not _excluded(_AUTOGRAD)
-    return Told(tuple(kind), addresses, tensors, wanted)
+    kind.append(device)
+    return Told(tuple(kind), addresses, tensors, wanted, device)
 
 
 _plain_types: set[tuple[type, ...]] = set()
@@ -74,9 +80,9 @@ _device_of: Callable[[torch.Tensor], int] = torch.Tensor.get_device
 
 def run(program: Program, call: Told) -> list[torch.Tensor]:
     """Queues the call on torch's current stream of its tensors' device, and returns its results."""
-    device = call.tensors[0].get_device()
+    device = call.device
     if not _bridge.is_current(device):
-        with _bridge.on_stream_of(call.tensors[0]):
+        with _bridge.on_stream_of(device):
             return run(program, call)
     made = [_empty_cuda(*make) for make in program.makes]
     addresses = call.addresses + [x.data_ptr() for x in made]
@@ -87,13 +93,13 @@ def run(program: Program, call: Told) -> list[torch.Tensor]:
 def settle(programs: Programs, call: Told | None, note: Callable[[Making], int | None]) -> None:
     """To be told of a call that the kernels have run: Programs.settle."""
     if call is not None:
-        programs.settle(call.kind, functools.partial(_laid, call), note, _made, _bridge.on_stream_of(call.tensors[0]))
+        programs.settle(call.kind, functools.partial(_laid, call), note, _made, _bridge.on_stream_of(call.device))
 
 
 def _laid(call: Told) -> list[Laid] | None:
     """How the tensors lie; None where hooks for saved tensors have changed them since: the note would be of another
     kind."""
-    again = told(call.tensors, call.kind[1])
+    again = told(call.tensors, call.kind[1], call.device)
     if again is None or again.kind != call.kind:
         return None
     pairs = zip(call.addresses, call.tensors, strict=True)

@@ -33,7 +33,7 @@ def told(arrays: tuple[Any, ...], others: tuple[Any, ...], launches: Callable[[]
     launches: the module whose forced_path belongs to the kind, asked for where the arrays are CuPy's.
     """
     ndarray = getattr(sys.modules.get("cupy"), "ndarray", None)  # nobody has a CuPy array before it is imported
-    if type(arrays[0]) is not ndarray:
+    if not arrays or type(arrays[0]) is not ndarray:
         return None
     if launches is not None:
         others = (*others, launches().forced_path)

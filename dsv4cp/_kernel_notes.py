@@ -1,8 +1,9 @@
 """Launches noted instead of queued: launch code runs once for a kind of call, `_kernels.play` repeats what it did.
 
-Noting is given to launch code as its stream, and `launches` makes of its steps what is played. Arrays stand there as `Address`, which remembers through sums in which
-array it lies, and tensor maps as `MapBytes`, which remember what they describe; all else that the code computes is the
-same for every call of the kind. An address that is neither is refused while noting. This file knows no slice.
+Noting is given to launch code as its stream, and `launches` makes of its steps what is played. Arrays stand there as
+`Address`, which remembers through sums in which array it lies, and tensor maps as `MapBytes`, which remember what they
+describe; all else that the code computes is the same for every call of the kind. An address that is neither is refused
+while noting. This file knows no slice.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from ._kernel_arguments import fitted, with_bytes
 from ._kernel_sizes import launch_sizes
 
 BASE, ROOM = 2**44, 2**41  # where arrays that are yet to be made seem to lie, each with room for more than a device has
+
+
+class NotLaunches(Exception):
+    """Code that is being noted would do more than launch kernels, or launches what cannot be noted."""
 
 
 class Address(int):
@@ -81,7 +86,7 @@ class Launches(NamedTuple):
 def launches(steps: Sequence[Step], arrays: int) -> Launches:
     """What _kernels.play plays of steps that a Noting of so many arrays has."""
     inside = sorted({(array, offset) for x in steps for _, array, offset in x.moves if offset})
-    maps = list(dict.fromkeys(x[1:] for step in steps for x in step.maps))
+    maps = list(dict.fromkeys((array, offset, encode) for x in steps for _, array, offset, encode in x.maps))
     constants: list[Any] = []
     picks = []
     for step in steps:
@@ -92,8 +97,8 @@ def launches(steps: Sequence[Step], arrays: int) -> Launches:
     for step, at in zip(steps, picks, strict=True):
         for n, array, offset in step.moves:
             at[n] = varying + inside.index((array, offset)) if offset else array
-        for n, *which in step.maps:
-            at[n] = varying + len(inside) + maps.index(tuple(which))
+        for n, array, offset, encode in step.maps:
+            at[n] = varying + len(inside) + maps.index((array, offset, encode))
     played = [(x.kernel, x.sizes, x.shared_bytes, _picker(at), x.size) for x, at in zip(steps, picks, strict=True)]
     return Launches(tuple(constants), tuple(inside), tuple(maps), tuple(played))
 

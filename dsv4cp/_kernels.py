@@ -20,7 +20,10 @@ import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from ._kernel_arguments import ADDRESSES, Blocks, fitted, plain_type, unpackable, with_bytes
 from ._kernel_cache import through_cache
@@ -80,6 +83,14 @@ def _kernel(file: str, function: str, defines: tuple[tuple[str, str], ...], arch
     plain = tuple(tuple(plain_type(p, address) for p in declared) for address in ADDRESSES)
     take = operator.itemgetter(*names) if len(names) > 1 else lambda arguments: tuple(arguments[n] for n in names)
     return Kernel(file, function, defines, arch, declared, take, plain, blocks)
+
+
+def loaded_by_others(function: str, handle: int, words: int, device: int) -> Kernel:
+    """A kernel of 64-bit words that another compiler has loaded on `device` as the CUfunction or CUkernel `handle`; to
+    be played there, not launched by name."""
+    declared = tuple(Parameter(f"word{n}", np.int64, None) for n in range(words))
+    code = _Loaded(SimpleNamespace(ptr=handle), None)
+    return Kernel("", function, (), None, declared, tuple, (), Blocks(declared), {device: code})
 
 
 # --- The launch door -----------------------------------------------------------------------------------

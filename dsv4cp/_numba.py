@@ -13,11 +13,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numba
 import numpy as np
 from numba import cuda as _cuda
+
+from ._kernel_notes import NotLaunches
 
 cuda: Any = _cuda  # what kernels import: under this name the simulator finds it in their modules
 
@@ -26,6 +30,8 @@ SIMULATED = bool(numba.config.ENABLE_CUDASIM)  # type: ignore[attr-defined]
 # Numba warns about grids of fewer blocks than this; our kernels stride over the grid, so surplus blocks are
 # free, and small problems need not touch the process-wide warning filters.
 _LEAST_BLOCKS = 128
+
+_here = threading.local()  # notes: what this thread's launches are noted in, see noting()
 
 
 def _load_target() -> None:
@@ -57,21 +63,43 @@ def absent(ndim: int, device: Any) -> Any:
 
 @functools.cache
 def _absent(ndim: int, device: int) -> Any:
-    return _launchable(empty((1,) * ndim, np.int64, device))
+    return _launchable(_new((1,) * ndim, np.int64, device))
+
+
+@contextlib.contextmanager
+def noting(notes: Any) -> Iterator[None]:
+    """In the block this thread's launches are noted (_numba_notes.py) instead of queued, new arrays are stand-ins, and
+    what would do other work on the GPU raises NotLaunches."""
+    _here.notes = notes
+    try:
+        yield
+    finally:
+        _here.notes = None
+
+
+def _notes() -> Any:
+    return getattr(_here, "notes", None)
 
 
 def empty(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
     """A new array: CuPy on the device, NumPy in the simulator."""
+    notes = _notes()
+    return _new(shape, dtype, device) if notes is None else notes.empty(shape, dtype)
+
+
+def _new(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
     if SIMULATED:
         return np.empty(shape, dtype)
     import cupy
 
-    with on(device):
+    with cupy.cuda.Device(device):
         return cupy.empty(shape, dtype)
 
 
 def on(device: Any) -> Any:
     """`with on(device):` array operations run on that device."""
+    if _notes() is not None:
+        raise NotLaunches("array operations")
     if SIMULATED:
         return contextlib.nullcontext()
     import cupy
@@ -93,11 +121,14 @@ def own(x: Any) -> Any:
 
 def contiguous(x: Any, dtype: Any = None) -> Any:
     """x row-major, itself where it is so already, in the given dtype (default: its own)."""
-    if dtype is not None and x.dtype != dtype:
-        x = x.astype(dtype)
-    if x.flags.c_contiguous:
+    other = dtype is not None and x.dtype != dtype
+    if not other and x.flags.c_contiguous:
         return x
-    return x.copy(order="C")
+    if _notes() is not None:
+        raise NotLaunches("a copy")
+    if other:
+        x = x.astype(dtype)
+    return x if x.flags.c_contiguous else x.copy(order="C")
 
 
 def launch(kernel: Any, grid: tuple[int, ...], block: tuple[int, ...], *args: Any) -> None:
@@ -108,6 +139,9 @@ def launch(kernel: Any, grid: tuple[int, ...], block: tuple[int, ...], *args: An
     taken without the waiting that the CUDA array interface would do on their stream.
     """
     if 0 in grid:
+        return
+    if (notes := _notes()) is not None:
+        notes.launch(kernel, (max(grid[0], _LEAST_BLOCKS), *grid[1:]), block, args)
         return
     if SIMULATED:
         kernel[grid, block](*[_launchable(a) if isinstance(a, np.ndarray) else a for a in args])

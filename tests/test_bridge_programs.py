@@ -231,9 +231,17 @@ def test_other_metadata_is_another_kind(on_gpu, monkeypatch):
     for device in (1, 2):
         monkeypatch.setattr(_bridge_programs, "_device_of", lambda x, device=device: device)
         kinds.append(kind(x, y))
-    monkeypatch.setattr(_bridge_programs, "_device_of", lambda z: int(z is y))
-    kinds.append(kind(x, y))
     assert len(set(kinds)) == len(kinds)
+    assert told((x, y), (), 2).device == 2 and told((x, y), ()).kind == told((x, y), (), 2).kind
+    assert told((x, y), (), 1) is None, "tensors that are not where they have to be"
+    monkeypatch.setattr(_bridge_programs, "_device_of", lambda z: int(z is y))
+    assert told((x, y), ()) is None and told((y, x), ()) is None, "tensors of two devices"
+
+
+def test_a_call_without_tensors_is_told_by_its_device(on_gpu):
+    call, other = told((), ("", 3), 0), told((), ("", 3), 1)
+    assert (call.device, call.addresses, call.tensors, call.gradient) == (0, [], (), False)
+    assert call.kind != other.kind and call.kind == told((), ("", 3), 0).kind
 
 
 def test_other_values_are_other_kinds(on_gpu):
@@ -351,7 +359,7 @@ def test_notes_are_taken_on_the_tensors_device(played, monkeypatch):
     programs, call = Programs(), call_of()
     for _ in range(2):
         settle(programs, call, lambda making: entered.append("noted") or 0)
-    assert entered == [call.tensors[0], "noted", "left"]
+    assert entered == [call.device, "noted", "left"]
 
 
 def test_tensors_that_changed_since_they_were_told_are_not_noted(played):
@@ -511,26 +519,26 @@ def test_another_current_device_is_changed_and_put_back(played, monkeypatch):
 
     @contextlib.contextmanager
     def on_stream_of(x):
-        before, state["device"] = state["device"], x.get_device()
+        before, state["device"] = state["device"], x
         state["entered"] += 1
         yield
         state["device"] = before
 
     def empty(*args):
-        assert state["device"] == -1, "memory is made on the tensors' device"
+        assert state["device"] == 0, "memory is made on the tensors' device"
         return empty_cpu(*args)
 
     monkeypatch.setattr(_bridge, "on_stream_of", on_stream_of)
     monkeypatch.setattr(_bridge, "is_current", lambda device: device == state["device"])
     monkeypatch.setattr(_bridge, "stream_pointer", lambda device: 100 + device)
     monkeypatch.setattr(_bridge_programs, "_empty_cuda", empty)
-    call = call_of()  # of device -1, as torch says of the CPU
+    call = call_of()
     program = program_of(call, [((2,), torch.float32)], 1)
     assert state["entered"] == 1 and state["device"] == 1, "it was noted there"
     state["entered"] = 0
     assert len(run(program, call)) == 1
-    assert state == {"device": 1, "entered": 1} and [play[2] for play in played] == [99]
-    state["device"] = -1
+    assert state == {"device": 1, "entered": 1} and [play[2] for play in played] == [100]
+    state["device"] = 0
     run(program, call)
     assert state["entered"] == 1 and len(played) == 2
 

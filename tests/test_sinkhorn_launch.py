@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from dsv4cp import _kernels
-from dsv4cp._kernel_notes import Address, Noting, launches as played
+from dsv4cp._kernel_notes import Address, Noting
+from dsv4cp._kernel_notes import launches as played
 from dsv4cp.sinkhorn import contract, cuda
 
 # Shared memory of a block (opt-in) and of a multiprocessor, in bytes, and multiprocessors.

@@ -11,6 +11,7 @@ import functools
 import itertools
 import random
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -50,6 +51,7 @@ class Case:
     bytes: float = 0.0
     scatter: float = 0.0  # bytes added to random rows
     launch_bound: bool = False  # too small for a floor: the row is the time per call, Python included
+    host: bool = False  # the row is the host's time, whatever the GPU has still to do
 
     def floor(self, ceilings: Ceilings) -> float | None:
         """The least milliseconds, None where launches cost more than the work."""
@@ -147,7 +149,10 @@ def measured(
     timings: list[Timing | None] = []
     for entry in entries:
         made.append({"case": case.name, "size": case.size, "implementation": entry.implementation})
-        timings.append(_unless_it_fails(made[-1], functools.partial(prepared, entry.calls(), repeats)))
+        prepare = functools.partial(HostTiming, entry.calls(), repeats) if case.host else functools.partial(
+            prepared, entry.calls(), repeats
+        )  # fmt: skip
+        timings.append(_unless_it_fails(made[-1], prepare))
     for order in orders(len(made)):
         for n in order:
             row, timing = made[n], timings[n]
@@ -222,6 +227,32 @@ class Timing:
     def median(self) -> float:
         """Milliseconds of a call."""
         return statistics.median(self._taken)
+
+
+class HostTiming(Timing):
+    """Samples of the host's time of a call: batches by the host's clock, the GPU idle before each.
+
+    A batch has few enough calls to be queued before a launch would have to wait for an earlier one.
+    """
+
+    BATCH, LEAST = 24, 40  # calls; samples of a turn
+
+    def __init__(self, calls: list[Call], repeats: int) -> None:
+        super().__init__(calls, self.BATCH, max(self.LEAST, repeats))
+        for call in calls[:3]:
+            call()
+
+    def take(self) -> None:
+        """One turn."""
+        import cupy
+
+        for _ in range(self.samples):
+            cupy.cuda.Device().synchronize()
+            begin = time.perf_counter()
+            for n in range(self._next, self._next + self.batch):
+                self.calls[n % len(self.calls)]()
+            self._taken.append(1e3 * (time.perf_counter() - begin) / self.batch)
+            self._next += self.batch
 
 
 def prepared(calls: list[Call], repeats: int, rounds: int = ROUNDS) -> Timing:

@@ -152,4 +152,5 @@ def host(tiny: bool, *, part: str) -> Case:
 
     ours: dict[str, Call] = {name: lambda f=f, **_: f() for name, f in parts.items()}
     ours[f"its launches alone: {len(queued)}"] = launches
-    return Case("host time of a call", f"{part}, tiny", "host", [{} for _ in range(ENOUGH)], ours, launch_bound=True)
+    sets: list[dict[str, Any]] = [{} for _ in range(ENOUGH)]
+    return Case("host time of a call", f"{part}, tiny", "host", sets, ours, launch_bound=True, host=True)

@@ -245,14 +245,19 @@ def gradient_at_ids(
     topk_indices: torch.Tensor, softmax_scale: float,
 ) -> Gradients:  # fmt: skip
     """TOPK_SCORES_GRAD, by its program where it came before."""
-    fixed = torch.are_deterministic_algorithms_enabled()
+    tensors, fixed = (grad_scores, q, pooled_kv, weights, topk_indices), torch.are_deterministic_algorithms_enabled()
+    call, again = _played(_GRADIENTS, tensors, (softmax_scale, fixed))
+    if again is not None:
+        return again
+    grads: Gradients = TOPK_SCORES_GRAD(*tensors, softmax_scale)
 
-    def note(spec: SlotsSpec, making: Making) -> int | None:
-        found: int | None = notes().topk_scores_grad(spec, fixed, contract_grad.WORKSPACE_BYTES, making)
-        return found
+    def note(making: Making) -> int | None:
+        spec, unfit = _checked_grad(*tensors, softmax_scale)
+        options = spec, fixed, contract_grad.WORKSPACE_BYTES, making
+        return None if unfit else notes().topk_scores_grad(*options)  # type: ignore[no-any-return]
 
-    tensors = grad_scores, q, pooled_kv, weights, topk_indices
-    return _again(_GRADIENTS, TOPK_SCORES_GRAD, _checked_grad, note, tensors, (softmax_scale,), fixed)
+    settle(_GRADIENTS, call, note)
+    return grads
 
 
 def dense_gradient(
@@ -260,32 +265,30 @@ def dense_gradient(
     softmax_scale: float, query_start: int,
 ) -> Gradients:  # fmt: skip
     """SCORES_GRAD of torch_bridge_kernels, by its program where it came before."""
+    tensors, options = (grad_scores, q, pooled_kv, weights), (compress_ratio, softmax_scale, query_start)
+    call, again = _played(_DENSE_GRADIENTS, tensors, options)
+    if again is not None:
+        return again
     from .torch_bridge_kernels import SCORES_GRAD
 
-    def note(spec: Spec, making: Making) -> int | None:
-        found: int | None = notes().scores_grad(spec, making)
-        return found
+    grads: Gradients = SCORES_GRAD(*tensors, *options)
 
-    tensors, options = (grad_scores, q, pooled_kv, weights), (compress_ratio, softmax_scale, query_start)
-    return _again(_DENSE_GRADIENTS, SCORES_GRAD, _checked_dense_grad, note, tensors, options)
+    def note(making: Making) -> int | None:
+        spec, unfit = _checked_dense_grad(*tensors, *options)
+        return None if unfit else notes().scores_grad(spec, making)  # type: ignore[no-any-return]
 
-
-def _again(
-    programs: Programs, operator: Any, checked: Callable[..., tuple[Any, str | None]],
-    note: Callable[..., int | None], tensors: tuple[torch.Tensor, ...], options: tuple[Any, ...], *others: Any,
-) -> Gradients:  # fmt: skip
-    """operator(*tensors, *options), by its program where it came before. note(spec, making) notes it."""
-    call = None
-    if tensors[1].is_cuda:
-        call = told(tensors, (*options, *others, _launches().cuda_grad_kernels.forced_path))
-        if call is not None and (program := programs.find(call.kind)) is not None:
-            grad_q, grad_kv, grad_weights = run(program, call)
-            return grad_q, grad_kv, grad_weights
-    grads: Gradients = operator(*tensors, *options)
-
-    def noted(making: Making) -> int | None:
-        spec, unfit = checked(*tensors, *options)
-        return None if unfit else note(spec, making)
-
-    settle(programs, call, noted)
+    settle(_DENSE_GRADIENTS, call, note)
     return grads
+
+
+def _played(
+    programs: Programs, tensors: tuple[torch.Tensor, ...], options: tuple[Any, ...]
+) -> tuple[Told | None, Gradients | None]:
+    """What a gradient call on a GPU is known by, and its results where it came before."""
+    if not tensors[1].is_cuda:
+        return None, None
+    call = told(tensors, (*options, _launches().cuda_grad_kernels.forced_path))
+    if call is None or (program := programs.find(call.kind)) is None:
+        return call, None
+    grad_q, grad_kv, grad_weights = run(program, call)
+    return call, (grad_q, grad_kv, grad_weights)

@@ -104,11 +104,20 @@ def build(
 
 def plan(topk_idxs: Any, spec: PlanSpec) -> tuple[Any, Any, Any]:
     """(indices, topk_length, valid_rows) of the Spec's layout."""
+    indices, lengths = lay_out(topk_idxs, spec)
+    waits = lengths is not None and not spec.all_rows_nonempty
+    return indices, lengths, nonempty(lengths, spec.device) if waits else None
+
+
+def lay_out(topk_idxs: Any, spec: PlanSpec) -> tuple[Any, Any]:
+    """(indices, topk_length), for which nothing waits."""
     if spec.layout != "cudnn":
         shape = (spec.batch, spec.queries, spec.slots)
-        return _shifted(topk_idxs, spec, np.int32, 0).reshape(shape), None, None
+        return _shifted(topk_idxs, spec, np.int32, 0).reshape(shape), None
     if spec.slots >= WIDEST:
-        return reference.plan(topk_idxs, spec)
+        with _numba.on(spec.device):
+            indices, lengths, _ = reference.plan(topk_idxs, replace(spec, all_rows_nonempty=True))
+        return indices, lengths
     rows = spec.batch * spec.queries
     out = _numba.empty((rows, 1, spec.padded_slots), np.int32, spec.device)
     lengths = _numba.empty((rows,), np.int32, spec.device)
@@ -122,11 +131,14 @@ def plan(topk_idxs: Any, spec: PlanSpec) -> tuple[Any, Any, Any]:
         with _numba.on(spec.device):
             out.fill(-1)
             lengths.fill(0)
-    if spec.all_rows_nonempty:
-        return out, lengths, None
-    with _numba.on(spec.device):
+    return out, lengths
+
+
+def nonempty(lengths: Any, device: Any) -> Any:
+    """valid_rows, None where every row has a key."""
+    with _numba.on(device):
         valid_rows = lengths.nonzero()[0].astype(np.int64, copy=False)  # the host waits here, for its size
-    return out, lengths, None if valid_rows.size == rows else valid_rows
+    return None if valid_rows.size == lengths.size else valid_rows
 
 
 def flatten(topk_idxs: Any, spec: PlanSpec) -> Any:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from .._arrays import library
 from .._backend import pick
+from .._cupy_programs import Repeated
 from .._plan import SparseIndexPlan
 from . import contract
 
@@ -14,6 +17,8 @@ OFFERED = ("reference", "numba")
 # The backends that dsv4_sparse_attention's "auto" chooses from: "auto" plans must fit them. Slices do not
 # import each other, so the tests compare this with what sparse_attention offers.
 ATTENTION_OFFERED = ("reference", "cuda")
+
+_BUILD, _PLAN = Repeated(__package__), Repeated(__package__)
 
 
 def build_dsv4_sparse_topk_indices(
@@ -108,6 +113,13 @@ def build_dsv4_sparse_topk_indices(
         "pooled_segment_ids": pooled_segment_ids,
         "pooled_positions": pooled_positions,
     }
+    given = {name: x for name, x in (*arrays.items(), ("like", like)) if x is not None}
+    numbers = (
+        batch_size, seq_len, key_len, window_size, compress_ratio, n_pooled, vanilla_key_len, max_image_tokens,
+    )  # fmt: skip
+    call, again = _BUILD.play(tuple(given.values()), (",".join(given), *numbers, _word(dtype), backend))
+    if again is not None:
+        return again[0]
     spec = contract.check(
         batch_size=batch_size,
         seq_len=seq_len,
@@ -122,12 +134,15 @@ def build_dsv4_sparse_topk_indices(
         **arrays,
     )
     impl: Any
-    match pick("build_dsv4_sparse_topk_indices", backend, spec.library, offered=OFFERED):
+    match chosen := pick("build_dsv4_sparse_topk_indices", backend, spec.library, offered=OFFERED):
         case "numba":
             from . import numba_cuda as impl
         case _:
             from . import reference as impl
-    return impl.build(spec, **arrays)
+    ids = impl.build(spec, **arrays)
+    if chosen == "numba":
+        _BUILD.settle(call, "build", spec, ",".join(given))
+    return ids
 
 
 def plan_dsv4_sparse_indices(
@@ -174,15 +189,36 @@ def plan_dsv4_sparse_indices(
     layout = backend
     if isinstance(backend, str) and backend == "auto" and (lib := library(topk_idxs)) is not None:
         layout = pick("plan_dsv4_sparse_indices", "auto", lib, offered=ATTENTION_OFFERED)
+    call, again = _PLAN.play((topk_idxs,), (kv_sequence, layout, all_rows_nonempty, index_backend))
+    if again is not None:
+        return SparseIndexPlan(layout, *_laid_out(again, topk_idxs.device, all_rows_nonempty), kv_sequence)
     spec = contract.check_plan(topk_idxs, kv_sequence, layout, all_rows_nonempty)
     impl: Any
-    match pick("plan_dsv4_sparse_indices", index_backend, spec.library, offered=OFFERED, argument="index_backend"):
+    chosen = pick("plan_dsv4_sparse_indices", index_backend, spec.library, offered=OFFERED, argument="index_backend")
+    match chosen:
         case "numba":
             from . import numba_cuda as impl
         case _:
             from . import reference as impl
     indices, topk_length, valid_rows = impl.plan(topk_idxs, spec)
+    if chosen == "numba":
+        _PLAN.settle(call, "plan", spec)
     return SparseIndexPlan(layout, indices, topk_length, valid_rows, spec.kv_sequence)
+
+
+def _laid_out(again: list[Any], device: Any, all_rows_nonempty: bool) -> tuple[Any, Any, Any]:
+    """(indices, topk_length, valid_rows) of a plan's results."""
+    if len(again) == 1:
+        return again[0], None, None
+    from . import numba_cuda
+
+    return again[0], again[1], None if all_rows_nonempty else numba_cuda.nonempty(again[1], device)
+
+
+def _word(dtype: Any) -> Any:
+    """A dtype's name where it has one that says all."""
+    named = isinstance(dtype, np.dtype) or (isinstance(dtype, type) and issubclass(dtype, np.generic))
+    return np.dtype(dtype).name if named else dtype
 
 
 def flatten_sparse_indices(topk_idxs: Any, kv_sequence: int) -> Any:

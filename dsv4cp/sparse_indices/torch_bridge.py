@@ -10,6 +10,7 @@ import torch
 
 from .. import _bridge
 from .._arrays import library
+from .._bridge_programs import run, told
 from .._plan import SparseIndexPlan
 from .._torch_backend import choose
 from . import contract, ops, reference, torch_bridge_kernels
@@ -53,17 +54,26 @@ def build_dsv4_sparse_topk_indices(
 
     Tensors on another device are moved to `device`. Raises as the array function does.
     """
-    like = torch.empty(0, device=device)
     arrays = {
-        "attention_mask": _moved(attention_mask, like),
-        "compressed_topk": _moved(compressed_topk, like),
-        "q_positions": _moved(q_positions, like),
-        "vision_token_types": _moved(vision_token_types, like),
-        "q_segment_ids": _moved(q_segment_ids, like),
-        "q_local_positions": _moved(q_local_positions, like),
-        "pooled_segment_ids": _moved(pooled_segment_ids, like),
-        "pooled_positions": _moved(pooled_positions, like),
+        "attention_mask": attention_mask,
+        "compressed_topk": compressed_topk,
+        "q_positions": q_positions,
+        "vision_token_types": vision_token_types,
+        "q_segment_ids": q_segment_ids,
+        "q_local_positions": q_local_positions,
+        "pooled_segment_ids": pooled_segment_ids,
+        "pooled_positions": pooled_positions,
     }
+    call = None
+    if _kernels_missing() is None:
+        call = torch_bridge_kernels.told_of_build(
+            device, arrays, batch_size, seq_len, key_len, window_size, compress_ratio, n_pooled, vanilla_key_len,
+            max_image_tokens, dtype,
+        )  # fmt: skip
+        if call is not None and (program := torch_bridge_kernels.BUILDS.find(call.kind)) is not None:
+            return run(program, call)[0]
+    like = torch.empty(0, device=device)
+    arrays = {name: _moved(x, like) for name, x in arrays.items()}
     spec = _check(
         batch_size=batch_size,
         seq_len=seq_len,
@@ -78,7 +88,9 @@ def build_dsv4_sparse_topk_indices(
         **arrays,
     )
     if _by_kernels(spec.device):
-        return torch_bridge_kernels.build(spec, like, arrays)
+        ids = torch_bridge_kernels.build(spec, like, arrays)
+        torch_bridge_kernels.noted_build(call, spec, like, arrays)
+        return ids
     return reference.build(spec, **arrays)
 
 
@@ -95,6 +107,14 @@ def plan_dsv4_sparse_indices(
     kernels can run, else "torch": the choice that attention makes for bfloat16; name the backend for other
     dtypes. Every layout can be made on every device. Raises as the array function does.
     """
+    call = None
+    if _kernels_missing() is None:
+        auto = isinstance(backend, str) and backend == "auto" and attention_kernel_missing() is None
+        laid: str = "tilelang" if auto else backend
+        call = told((topk_idxs,), (kv_sequence, laid, all_rows_nonempty))
+        if call is not None and (program := torch_bridge_kernels.PLANS.find(call.kind)) is not None:
+            made = torch_bridge_kernels.played_plan(program, call, all_rows_nonempty)
+            return SparseIndexPlan(laid, *made, kv_sequence)
     allowed = (*LAYOUTS, "auto")
     name = choose(
         "plan_dsv4_sparse_indices",
@@ -105,14 +125,22 @@ def plan_dsv4_sparse_indices(
     )
     name = name if backend == "auto" else backend
     spec = _check_plan(topk_idxs, kv_sequence, LAYOUTS[name], all_rows_nonempty)
-    make = torch_bridge_kernels.plan if _by_kernels(spec.device) else reference.plan
+    kernels = _by_kernels(spec.device)
+    make = torch_bridge_kernels.plan if kernels else reference.plan
     indices, topk_length, valid_rows = make(topk_idxs.detach(), spec)
+    if kernels:
+        torch_bridge_kernels.noted_plan(call, topk_idxs, spec)
     return SparseIndexPlan(name, indices, topk_length, valid_rows, spec.kv_sequence)
 
 
 def _by_kernels(device: torch.device) -> bool:
     """Whether the Numba kernels take tensors of a device."""
-    return device.type == "cuda" and "numba" in ops.OFFERED and _bridge.missing("numba") is None
+    return device.type == "cuda" and _kernels_missing() is None
+
+
+def _kernels_missing() -> str | None:
+    """Why the Numba kernels cannot run on this machine, None when they can."""
+    return _bridge.missing("numba") if "numba" in ops.OFFERED else "this version of dsv4cp has none"
 
 
 def _moved(x: Any, like: torch.Tensor) -> Any:

@@ -6,12 +6,15 @@ tensors the reference, so that a graph captured with them can be run and checked
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from .. import _bridge
+from .._bridge_programs import Told, run, settle, told
+from .._programs import Program, Programs
 from . import contract, reference
 from .contract import PlanSpec, Spec
 
@@ -33,12 +36,19 @@ def build(spec: Spec, like: torch.Tensor, arrays: dict[str, Any]) -> torch.Tenso
     return BUILD(like, *sizes, spec.image_tokens, spec.dtype, *(arrays[name] for name in ARRAYS))
 
 
-def plan(topk_idxs: torch.Tensor, spec: PlanSpec) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+Plan = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+def plan(topk_idxs: torch.Tensor, spec: PlanSpec) -> Plan:
     """reference.plan by the operators. The host waits only to learn which rows of a cudnn plan are empty."""
     if spec.layout != "cudnn":
         return PLAN(topk_idxs, spec.kv_sequence), None, None
     indices, lengths = PLAN_CUDNN(topk_idxs, spec.kv_sequence)
-    if spec.all_rows_nonempty:
+    return _with_rows(indices, lengths, spec.all_rows_nonempty)
+
+
+def _with_rows(indices: torch.Tensor, lengths: torch.Tensor, all_rows_nonempty: bool) -> Plan:
+    if all_rows_nonempty:
         return indices, lengths, None
     valid_rows = lengths.nonzero()[:, 0]
     return indices, lengths, None if valid_rows.shape[0] == lengths.shape[0] else valid_rows
@@ -151,3 +161,48 @@ PLAN_CUDNN = _bridge.define_op(
     kernels={"CUDA": _cuda_plan_cudnn, "CPU": _cpu_plan_cudnn},
     fake=_fake_plan_cudnn,
 )
+
+
+# --- Calls that come again ---------------------------------------------------------------------------------
+
+BUILDS, PLANS = Programs(), Programs()
+
+
+def told_of_build(device: Any, arrays: dict[str, Any], *others: Any) -> Told | None:
+    """What a call is known by whose arrays are on its device already; others: its numbers and dtype."""
+    if torch.compiler.is_compiling():
+        return None
+    try:
+        where = torch.device(device)
+    except (TypeError, RuntimeError):
+        return None  # none at all: that is the way through the checks to say
+    if where.type != "cuda":
+        return None
+    index = torch._C._cuda_getDevice() if where.index is None else where.index
+    given = {name: x for name, x in arrays.items() if x is not None}
+    return told(tuple(given.values()), (",".join(given), *others), index)
+
+
+def noted_build(call: Told | None, spec: Spec, like: torch.Tensor, arrays: dict[str, Any]) -> None:
+    """To be told of a call that BUILD has run on the kernels."""
+    if call is not None:
+        settle(BUILDS, call, functools.partial(_notes().build, _on_cupy(spec, like), call.kind[1][0]))
+
+
+def noted_plan(call: Told | None, topk_idxs: torch.Tensor, spec: PlanSpec) -> None:
+    """To be told of a call that PLAN or PLAN_CUDNN has run on the kernels."""
+    if call is not None:
+        settle(PLANS, call, functools.partial(_notes().plan, _on_cupy(spec, topk_idxs)))
+
+
+def played_plan(program: Program, call: Told, all_rows_nonempty: bool) -> Plan:
+    """plan() of a call that has a program."""
+    made = run(program, call)
+    return (made[0], None, None) if len(made) == 1 else _with_rows(made[0], made[1], all_rows_nonempty)
+
+
+@functools.cache
+def _notes() -> Any:
+    from . import cuda_notes
+
+    return cuda_notes
