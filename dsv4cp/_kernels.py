@@ -20,10 +20,7 @@ import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
-
-import numpy as np
 
 from ._kernel_arguments import ADDRESSES, Blocks, fitted, plain_type, unpackable, with_bytes
 from ._kernel_cache import through_cache
@@ -43,8 +40,8 @@ _lock = threading.RLock()
 
 
 @dataclass(eq=False)
-class _Loaded:
-    """A kernel on one device."""
+class Loaded:
+    """A kernel on one device, of this compiler's or another's."""
 
     function: Any  # cupy.cuda.Function
     raw: Any  # cupy.RawKernel, which sets attributes of the same function
@@ -63,7 +60,7 @@ class Kernel:
     take: Callable[[dict[str, Any]], tuple[Any, ...]]  # the parameters' values in order; KeyError where one is missing
     plain: tuple[tuple[type, ...], ...]  # types of values that need no further look: addresses of either type
     blocks: Blocks
-    loaded: dict[int, _Loaded] = field(default_factory=dict, repr=False)
+    loaded: dict[int, Loaded] = field(default_factory=dict, repr=False)
 
 
 def kernel(file: str, function: str, *, defines: Mapping[str, Any] | None = None, arch: str | None = None) -> Kernel:
@@ -83,14 +80,6 @@ def _kernel(file: str, function: str, defines: tuple[tuple[str, str], ...], arch
     plain = tuple(tuple(plain_type(p, address) for p in declared) for address in ADDRESSES)
     take = operator.itemgetter(*names) if len(names) > 1 else lambda arguments: tuple(arguments[n] for n in names)
     return Kernel(file, function, defines, arch, declared, take, plain, blocks)
-
-
-def loaded_by_others(function: str, handle: int, words: int, device: int) -> Kernel:
-    """A kernel of 64-bit words that another compiler has loaded on `device` as the CUfunction or CUkernel `handle`; to
-    be played there, not launched by name."""
-    declared = tuple(Parameter(f"word{n}", np.int64, None) for n in range(words))
-    code = _Loaded(SimpleNamespace(ptr=handle), None)
-    return Kernel("", function, (), None, declared, tuple, (), Blocks(declared), {device: code})
 
 
 # --- The launch door -----------------------------------------------------------------------------------
@@ -170,9 +159,13 @@ def play(launches: Launches, addresses: Sequence[int], stream: Any) -> None:
     device = cuda.runtime.getDevice()
     for kernel, sizes, shared_bytes, pick, size in steps:
         if kernel is None:
-            cuda.runtime.memsetAsync(*pick(values), 0, size, stream)
+            _zero(cuda, pick(values)[0], size, stream)
         else:
             _queue(kernel, cuda, device, sizes, pick(values), shared_bytes, stream)
+
+
+def _zero(cuda: Any, address: int, size: int, stream: Any) -> None:
+    cuda.runtime.memsetAsync(address, 0, size, stream)
 
 
 def _queue(
@@ -205,14 +198,14 @@ def _queue(
         blocks.free.append(held)
 
 
-def _allow_shared(loaded: _Loaded, shared_bytes: int) -> None:
+def _allow_shared(loaded: Loaded, shared_bytes: int) -> None:
     with _lock:
         loaded.raw.max_dynamic_shared_size_bytes = shared_bytes
         loaded.raw.preferred_shared_memory_carveout = 100
         loaded.shared_limit = shared_bytes
 
 
-def _load(kernel: Kernel, device: int) -> _Loaded:
+def _load(kernel: Kernel, device: int) -> Loaded:
     """Compiles, or takes from CuPy's disk cache, and loads `kernel` on the current device, which is `device`."""
     with _lock:
         if device in kernel.loaded:
@@ -220,9 +213,9 @@ def _load(kernel: Kernel, device: int) -> _Loaded:
         options = (STANDARD, *_define_options(kernel.defines), *([f"-arch={kernel.arch}"] if kernel.arch else []))
         text = expand(kernel.file)
 
-        def compiled() -> _Loaded:
+        def compiled() -> Loaded:
             raw = _raw_module()(code=text, options=options).get_function(kernel.function)
-            return _Loaded(raw.kernel, raw)
+            return Loaded(raw.kernel, raw)
 
         try:
             loaded = through_cache(compiled)

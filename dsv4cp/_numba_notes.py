@@ -14,13 +14,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from . import _kernels, _numba
+from . import _numba
+from ._kernel_arguments import Blocks
 from ._kernel_notes import Address, NotLaunches, Step
 from ._kernel_sizes import launch_sizes
+from ._kernel_text import Parameter
+from ._kernels import Kernel, Loaded
 from ._programs import Making
 
 ROOM = 512  # bytes behind a stand-in, which nobody reads or writes
@@ -115,9 +119,12 @@ def _word(x: Any) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _kernel(compiled: Any, words: int, device: int) -> _kernels.Kernel:
+def _kernel(compiled: Any, words: int, device: int) -> Kernel:
+    """A kernel that Numba compiled and loaded on the current device, which is `device`, ready to be played there."""
     function = compiled._codelibrary.get_cufunc()
-    return _kernels.loaded_by_others(function.name, int(function.handle), words, device)
+    declared = tuple(Parameter(f"word{n}", np.int64, None) for n in range(words))
+    loaded = {device: Loaded(SimpleNamespace(ptr=int(function.handle)), None)}
+    return Kernel("", function.name, (), None, declared, tuple, (), Blocks(declared), loaded)
 
 
 def _bfloat16() -> Any:

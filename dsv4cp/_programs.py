@@ -65,6 +65,18 @@ class Programs:
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], Any] = {}
+        self.guarded: dict[Any, Any] = {}  # what a library keeps to find a program faster; anything there may be lost
+        self._turns = 0
+
+    def forget(self) -> None:
+        """Without any program, as at first."""
+        self._known.clear()
+        self.guarded.clear()
+
+    def turn(self) -> bool:
+        """True once in a while."""
+        self._turns += 1
+        return self._turns % 64 == 0
 
     def find(self, kind: tuple[Any, ...]) -> Program | None:
         """The kind's, None where there is none (yet)."""
@@ -79,7 +91,7 @@ class Programs:
         found = self._known.get(kind, _UNKNOWN)
         if found is _UNKNOWN:
             if len(self._known) >= MOST_KEPT:
-                self._known.clear()
+                self.forget()
             self._known[kind] = None  # sizes that never come again are not worth a program
         elif found is None and not any(type(x) is float and x == 0 for x in kind[1]):  # -0.0 is another call
             laid = arrays()

@@ -27,7 +27,7 @@ HELD = {
 def forgotten():
     torch.manual_seed(0)
     for programs in HELD.values():
-        programs._known.clear()
+        programs.forget()
 
 
 def made() -> dict[str, int]:
@@ -98,12 +98,12 @@ def test_both_gradients_and_other_memory(impl):
         leaves, ids = make()
         got = step(leaves, ids, **options)
         for programs in HELD.values():
-            kept, programs._known = programs._known, {}
-            programs.kept = kept
+            programs.kept = programs._known, programs.guarded
+            programs._known, programs.guarded = {}, {}
         want = step(leaves, ids, **options)
         check(got, want)
         for programs in HELD.values():
-            programs._known = programs.kept
+            programs._known, programs.guarded = programs.kept
     assert all(made().values())
 
 

@@ -31,7 +31,7 @@ RUNS = 5
 @pytest.fixture(autouse=True)
 def forgotten():
     for repeated in REPEATED.values():
-        repeated.programs._known.clear()
+        repeated.programs.forget()
 
 
 def made() -> dict[str, int]:
@@ -111,7 +111,7 @@ def test_results_are_those_of_the_first_call_from_any_memory(heads, dtype, ids_d
     other = make(1, heads, kind, ids_dtype)
     played = step(other, impl)
     for repeated in REPEATED.values():
-        repeated.programs._known.clear()
+        repeated.programs.forget()
     check(played, step(make(1, heads, kind, ids_dtype), impl), impl)
 
 

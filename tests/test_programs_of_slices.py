@@ -258,7 +258,7 @@ def test_the_program_queues_what_the_operators_kernels_do(gpu):
         for name, case in {**CASES, **FIXED}.items():
             given, seen = tensors(case, 0, True), []
             for programs in ALL_PROGRAMS:
-                programs._known.clear()
+                programs.forget()
             for plays in (0, 0, 2):
                 before = gpu.plays
                 gpu.queued, gpu.cleared = [], []

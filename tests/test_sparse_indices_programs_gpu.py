@@ -33,7 +33,7 @@ HELD = {
 @pytest.fixture(autouse=True)
 def forgotten():
     for held in HELD.values():
-        held()._known.clear()
+        held().forget()
 
 
 def outcome(library: str, what: str) -> list[bool]:

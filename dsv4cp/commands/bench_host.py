@@ -24,7 +24,7 @@ ENOUGH = 16  # input sets, so that batches of calls have more than one to take
 
 @contextlib.contextmanager
 def recorded(queued: list[Call]) -> Iterator[None]:
-    """Adds to `queued` what queues again each kernel that is launched in the block."""
+    """Adds to `queued` what queues again each kernel that is launched, and memory that is zeroed, in the block."""
     from .. import _numba
 
     def keep(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,7 +34,8 @@ def recorded(queued: list[Call]) -> Iterator[None]:
 
         return kept
 
-    doors: list[tuple[Any, str, Any]] = [(_kernels, "_queue", _kernels._queue), (_numba, "launch", _numba.launch)]
+    places: list[tuple[Any, str]] = [(_kernels, "_queue"), (_kernels, "_zero"), (_numba, "launch")]
+    doors = [(module, name, getattr(module, name)) for module, name in places]
     for module, name, launch in doors:
         setattr(module, name, keep(launch))
     try:

@@ -12,7 +12,7 @@ import torch
 
 from .. import _bridge
 from .._arrays import cast
-from .._bridge_programs import told
+from .._bridge_programs import known
 from .._torch_backend import choose, without_autocast
 from . import contract, reference, torch_bridge_kernels, torch_bridge_topk
 
@@ -71,10 +71,10 @@ def dsv4_indexer_scores(
     """
     call = None
     if (missing := kernel_missing()) is None:
-        call = torch_bridge_kernels.told_of(
+        call, program = torch_bridge_kernels.known_of(
             q, pooled_kv, weights, backend, compress_ratio, softmax_scale, query_start, query_total_len
         )
-        if call is not None and (program := torch_bridge_kernels.PROGRAMS.find(call.kind)) is not None:
+        if call is not None and program is not None:
             numbers = compress_ratio, softmax_scale, query_start
             return torch_bridge_kernels.play(program, call, q, pooled_kv, weights, *numbers)
     arguments = q, pooled_kv, weights, compress_ratio, softmax_scale, query_start, query_total_len
@@ -120,8 +120,9 @@ def dsv4_indexer_topk_scores(
     """
     call = None
     if (missing := kernel_missing()) is None:
-        call = told((q, pooled_kv, weights, topk_indices), (backend, compress_ratio, softmax_scale))
-        if call is not None and (program := torch_bridge_topk.PROGRAMS.find(call.kind)) is not None:
+        tensors, numbers = (q, pooled_kv, weights, topk_indices), (backend, compress_ratio, softmax_scale)
+        call, program = known(torch_bridge_topk.PROGRAMS, tensors, numbers)
+        if call is not None and program is not None:
             return torch_bridge_topk.play(program, call, q, pooled_kv, weights, topk_indices, softmax_scale)
     arguments = q, pooled_kv, weights, topk_indices, compress_ratio, softmax_scale
     if (unfit := missing) is None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import _bridge
-from .._bridge_programs import Told, run, settle, told
+from .._bridge_programs import Told, known, run, settle
 from .._programs import Program, Programs
 from . import contract, contract_kernels, reference, torch_bridge_topk
 from .contract import Spec
@@ -149,11 +149,11 @@ SCORES_GRAD = _bridge.define_op(
 PROGRAMS = Programs()
 
 
-def told_of(q: Any, pooled_kv: Any, weights: Any, *others: Any) -> Told | None:
-    """What a call of torch_bridge's on a machine with kernels is known by."""
+def known_of(q: Any, pooled_kv: Any, weights: Any, *others: Any) -> tuple[Told | None, Program | None]:
+    """What a call of torch_bridge's on a machine with kernels is known by, and its program."""
     if torch.compiler.is_compiling():
-        return None
-    return told((q, pooled_kv, weights), (*others, _launches().forced_path))
+        return None, None
+    return known(PROGRAMS, (q, pooled_kv, weights), (*others, _launches().forced_path))
 
 
 def play(

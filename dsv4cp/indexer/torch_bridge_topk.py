@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .. import _bridge
-from .._bridge_programs import Told, run, settle, told
+from .._bridge_programs import Told, known, run, settle
 from .._programs import Making, Program, Programs
 from . import contract, contract_grad, reference
 from .contract import SlotsSpec, Spec
@@ -287,8 +287,8 @@ def _played(
     """What a gradient call on a GPU is known by, and its results where it came before."""
     if not tensors[1].is_cuda:
         return None, None
-    call = told(tensors, (*options, _launches().cuda_grad_kernels.forced_path))
-    if call is None or (program := programs.find(call.kind)) is None:
+    call, program = known(programs, tensors, (*options, _launches().cuda_grad_kernels.forced_path))
+    if call is None or program is None:
         return call, None
     grad_q, grad_kv, grad_weights = run(program, call)
     return call, (grad_q, grad_kv, grad_weights)

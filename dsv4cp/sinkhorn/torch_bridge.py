@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from .. import _bridge
-from .._bridge_programs import Told, run, settle, told
+from .._bridge_programs import Told, known, run, settle
 from .._programs import Program, Programs
 from .._torch_backend import choose
 from . import contract, ops, reference
@@ -49,8 +49,8 @@ def dsv4_sinkhorn_normalize(
     RuntimeError for "tilelang" where it cannot run.
     """
     missing = kernel_missing()
-    call = told((x,), (backend, repeat, eps)) if missing is None else None
-    if call is not None and (program := _PROGRAMS.find(call.kind)) is not None:
+    call, program = known(_PROGRAMS, (x,), (backend, repeat, eps)) if missing is None else (None, None)
+    if call is not None and program is not None:
         if call.gradient:
             return _Normalize.apply(x, repeat, eps, (program, call))
         return run(program, call)[0]
@@ -154,8 +154,8 @@ def gradient(grad_y: torch.Tensor, x: torch.Tensor, repeat: int, eps: float) -> 
     """NORMALIZE_GRAD, by its program where it came before; where gradients are enabled, the reference's."""
     if torch.is_grad_enabled():
         return _reference_backward(grad_y, x, repeat, eps)
-    call = told((grad_y, x), (repeat, eps))
-    if call is not None and (program := _GRADIENTS.find(call.kind)) is not None:
+    call, program = known(_GRADIENTS, (grad_y, x), (repeat, eps))
+    if call is not None and program is not None:
         return run(program, call)[0]
     grad_x: torch.Tensor = NORMALIZE_GRAD(grad_y, x, repeat, eps)
     if call is not None:

@@ -100,14 +100,14 @@ def dsv4_sparse_attention(
     pass of "tilelang" with backward_impl "deterministic" ValueError for a cap below one step, RuntimeError where torch
     would differentiate the reference. On Hopper "cudnn" with a gradient wanted has no "deterministic": a RuntimeError.
     """
-    missing, call = kernel_missing(), None
+    missing, call, program = kernel_missing(), None, None
     if missing is None:
-        call = torch_bridge_kernels.told_of(
+        call, program = torch_bridge_kernels.known_of(
             q, kv, sinks, topk_idxs, plan, sm_scale, backend, reference_rounding, all_rows_nonempty, return_lse,
             backward_impl, backward_workspace_bytes,
         )  # fmt: skip
     fixed = isinstance(backward_impl, str) and backward_impl == "deterministic"
-    if call is not None and (program := torch_bridge_kernels.PROGRAMS.find(call.kind)) is not None:
+    if call is not None and program is not None:
         ids, more = topk_idxs if plan is None else plan.indices, (fixed, backward_workspace_bytes)
         out, lse = torch_bridge_kernels.play(program, call, q, kv, sinks, ids, sm_scale, reference_rounding, *more)
         return (out, lse) if return_lse else out

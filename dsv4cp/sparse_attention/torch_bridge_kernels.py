@@ -13,7 +13,7 @@ import torch
 
 from .. import _bridge
 from .._arrays import dtype_name
-from .._bridge_programs import Told, run, settle, told
+from .._bridge_programs import Told, known, run, settle
 from .._plan import SparseIndexPlan
 from .._programs import Making, Program, Programs
 from . import contract, reference
@@ -255,20 +255,19 @@ ATTEND_GRAD = _bridge.define_op(
 PROGRAMS, _GRADIENTS = Programs(), Programs()
 
 
-def told_of(q: Any, kv: Any, sinks: Any, topk_idxs: Any, plan: Any, *others: Any) -> Told | None:
-    """What a call of torch_bridge's on a machine with kernels is known by; its ids are the plan's or topk_idxs."""
+def known_of(q: Any, kv: Any, sinks: Any, ids: Any, plan: Any, *others: Any) -> tuple[Told | None, Program | None]:
+    """What a call of torch_bridge's on a machine with kernels is known by, and its program."""
     if torch.compiler.is_compiling():
-        return None
-    path = launches().forced_path
-    if plan is None:
-        return told((q, kv, sinks, topk_idxs), (*others, path))
-    if topk_idxs is not None or type(plan) is not SparseIndexPlan:
-        return None
-    try:
-        laid = plan.backend, plan.kv_sequence, plan.topk_length is None, plan.valid_rows is None
-        return told((q, kv, sinks, plan.indices), (*others, path, *laid))
-    except AttributeError:
-        return None  # a plan without fields
+        return None, None
+    laid: tuple[Any, ...] = ()
+    if plan is not None:
+        if ids is not None or type(plan) is not SparseIndexPlan:
+            return None, None
+        try:
+            ids, laid = plan.indices, (plan.backend, plan.kv_sequence, plan.topk_length is None, plan.valid_rows is None)
+        except AttributeError:
+            return None, None  # a plan without fields
+    return known(PROGRAMS, (q, kv, sinks, ids), (*others, launches().forced_path, *laid))
 
 
 def play(
@@ -302,8 +301,10 @@ def gradient(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """ATTEND_GRAD, by its program where it came before."""
     tensors, options = (grad_out, q, kv, sinks, topk_idxs, out, lse), (sm_scale, deterministic, workspace_bytes)
-    call = told(tensors, (*options, gradient_launches().forced_path)) if q.is_cuda else None
-    if call is not None and (program := _GRADIENTS.find(call.kind)) is not None:
+    call = program = None
+    if q.is_cuda:
+        call, program = known(_GRADIENTS, tensors, (*options, gradient_launches().forced_path))
+    if call is not None and program is not None:
         sinks32 = _bridge.cast(sinks, torch.float32)
         call.addresses[3] = sinks32.data_ptr()
         grad_q, grad_kv, grad_sinks = run(program, call)

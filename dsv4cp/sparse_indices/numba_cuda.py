@@ -112,8 +112,7 @@ def plan(topk_idxs: Any, spec: PlanSpec) -> tuple[Any, Any, Any]:
 def lay_out(topk_idxs: Any, spec: PlanSpec) -> tuple[Any, Any]:
     """(indices, topk_length), for which nothing waits."""
     if spec.layout != "cudnn":
-        shape = (spec.batch, spec.queries, spec.slots)
-        return _shifted(topk_idxs, spec, np.int32, 0).reshape(shape), None
+        return _shifted(topk_idxs, spec, (spec.batch, spec.queries, spec.slots), np.int32, 0), None
     if spec.slots >= WIDEST:
         with _numba.on(spec.device):
             indices, lengths, _ = reference.plan(topk_idxs, replace(spec, all_rows_nonempty=True))
@@ -143,18 +142,18 @@ def nonempty(lengths: Any, device: Any) -> Any:
 
 def flatten(topk_idxs: Any, spec: PlanSpec) -> Any:
     """Flat ids, int64 [B*S, T]."""
-    ids = _shifted(topk_idxs, spec, np.int64, spec.kv_sequence)
-    return ids.reshape(spec.batch * spec.queries, spec.slots)
+    return _shifted(topk_idxs, spec, (spec.batch * spec.queries, spec.slots), np.int64, spec.kv_sequence)
 
 
-def _shifted(topk_idxs: Any, spec: PlanSpec, dtype: Any, step: int) -> Any:
-    """ids + b*step where inside [0, kv_sequence), else -1: [B, S*T] of the dtype."""
+def _shifted(topk_idxs: Any, spec: PlanSpec, shape: tuple[int, ...], dtype: Any, step: int) -> Any:
+    """ids + b*step where inside [0, kv_sequence), else -1: B*S*T of the dtype in this shape."""
     size = spec.queries * spec.slots
-    out = _numba.empty((spec.batch, size), dtype, spec.device)
+    out = _numba.empty(shape, dtype, spec.device)
     if spec.batch and size:
         block = _block(256)
         grid = (-(-size // (UNROLL * block[0])), min(spec.batch, 2**15))
-        _numba.launch(shift_ids, grid, block, _ids(topk_idxs).reshape(spec.batch, size), out, spec.kv_sequence, step)
+        ids, flat = _ids(topk_idxs).reshape(spec.batch, size), out.reshape(spec.batch, size)
+        _numba.launch(shift_ids, grid, block, ids, flat, spec.kv_sequence, step)
     return out
 
 

@@ -10,7 +10,7 @@ import torch
 
 from .. import _bridge
 from .._arrays import library
-from .._bridge_programs import run, told
+from .._bridge_programs import known, run
 from .._plan import SparseIndexPlan
 from .._torch_backend import choose
 from . import contract, ops, reference, torch_bridge_kernels
@@ -66,11 +66,11 @@ def build_dsv4_sparse_topk_indices(
     }
     call = None
     if _kernels_missing() is None:
-        call = torch_bridge_kernels.told_of_build(
+        call, program = torch_bridge_kernels.known_build(
             device, arrays, batch_size, seq_len, key_len, window_size, compress_ratio, n_pooled, vanilla_key_len,
             max_image_tokens, dtype,
         )  # fmt: skip
-        if call is not None and (program := torch_bridge_kernels.BUILDS.find(call.kind)) is not None:
+        if call is not None and program is not None:
             return run(program, call)[0]
     like = torch.empty(0, device=device)
     arrays = {name: _moved(x, like) for name, x in arrays.items()}
@@ -111,8 +111,8 @@ def plan_dsv4_sparse_indices(
     if _kernels_missing() is None:
         auto = isinstance(backend, str) and backend == "auto" and attention_kernel_missing() is None
         laid: str = "tilelang" if auto else backend
-        call = told((topk_idxs,), (kv_sequence, laid, all_rows_nonempty))
-        if call is not None and (program := torch_bridge_kernels.PLANS.find(call.kind)) is not None:
+        call, program = known(torch_bridge_kernels.PLANS, (topk_idxs,), (kv_sequence, laid, all_rows_nonempty))
+        if call is not None and program is not None:
             made = torch_bridge_kernels.played_plan(program, call, all_rows_nonempty)
             return SparseIndexPlan(laid, *made, kv_sequence)
     allowed = (*LAYOUTS, "auto")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import _bridge
-from .._bridge_programs import Told, run, settle, told
+from .._bridge_programs import Told, known, run, settle
 from .._programs import Program, Programs
 from . import contract, reference
 from .contract import PlanSpec, Spec
@@ -168,19 +168,19 @@ PLAN_CUDNN = _bridge.define_op(
 BUILDS, PLANS = Programs(), Programs()
 
 
-def told_of_build(device: Any, arrays: dict[str, Any], *others: Any) -> Told | None:
-    """What a call is known by whose arrays are on its device already; others: its numbers and dtype."""
+def known_build(device: Any, arrays: dict[str, Any], *others: Any) -> tuple[Told | None, Program | None]:
+    """What a call whose arrays are on its device already is known by, and its program. others: numbers and dtype."""
     if torch.compiler.is_compiling():
-        return None
+        return None, None
     try:
         where = torch.device(device)
     except (TypeError, RuntimeError):
-        return None  # none at all: that is the way through the checks to say
+        return None, None  # none at all: that is the way through the checks to say
     if where.type != "cuda":
-        return None
+        return None, None
     index = torch._C._cuda_getDevice() if where.index is None else where.index
     given = {name: x for name, x in arrays.items() if x is not None}
-    return told(tuple(given.values()), (",".join(given), *others), index)
+    return known(BUILDS, tuple(given.values()), (",".join(given), *others), index)
 
 
 def noted_build(call: Told | None, spec: Spec, like: torch.Tensor, arrays: dict[str, Any]) -> None:
