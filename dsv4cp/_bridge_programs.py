@@ -5,7 +5,6 @@ at once. Beside them such a call costs a tuple, a look into a dict and the memor
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,8 +16,6 @@ from ._programs import Laid, Make, Making, Program, Programs
 
 _profiler, _profiled_here = torch.autograd.profiler, torch.autograd._profiler_enabled
 _traced = torch._C._get_tracing_state
-_TensorGuards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
-MOST_GUARDED = 4  # kinds of one operation with the same numbers
 _excluded, _AUTOGRAD = torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C.DispatchKey.AutogradFunctionality
 
 
@@ -32,59 +29,12 @@ class Told(NamedTuple):
     device: int
 
 
-class _Guarded(NamedTuple):
-    """How a kind is told by torch.compile's own guard, which looks at all tensors in one call."""
-
-    check: Callable[..., bool]
-    call: Told  # of the kind, in other memory
-    program: Program
-
-
 def known(
     programs: Programs, tensors: tuple[Any, ...], others: tuple[Any, ...], device: int = -1
 ) -> tuple[Told | None, Program | None]:
     """What `told` says of a call, and its program where it came before."""
-    if torch.compiler.is_compiling() or _seen():
-        return None, None
-    key = tuple(map(type, others)), others
-    try:
-        guarded = programs.guarded.get(key, ())
-    except TypeError:
-        return None, None  # others without a hash are no plain ones
-    for check, (kind, _, _, gradient, where), program in guarded:
-        if check(*tensors) and (device < 0 or device == where):
-            addresses = list(map(_address_of, tensors))
-            if 0 in addresses or functools.reduce(operator.or_, addresses) & 15:
-                return None, None
-            return Told(kind, addresses, tensors, gradient and not _excluded(_AUTOGRAD), where), program
     call = told(tensors, others, device)
-    program = None if call is None else programs.find(call.kind)
-    if program is not None and tensors and (len(guarded) < MOST_GUARDED or programs.turn()):
-        _guard(programs, key, call, program)
-    return call, program
-
-
-def _guard(programs: Programs, key: tuple[Any, ...], call: Any, program: Program) -> None:
-    """Has the kind told by torch's guard from now on, where this torch has one."""
-    if _TensorGuards is None or _excluded(_AUTOGRAD):
-        return
-    sizes, strides = [list(x.shape) for x in call.tensors], [list(x.stride()) for x in call.tensors]
-    try:
-        check = _TensorGuards(*call.tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-        if not check(*call.tensors):
-            return
-    except Exception:  # not promised: another torch's may be made in another way, and all goes on without
-        return
-    kept = programs.guarded.get(key, ())[: MOST_GUARDED - 1]
-    programs.guarded[key] = (_Guarded(check, call._replace(tensors=(), addresses=[]), program), *kept)
-
-
-def _seen() -> bool:
-    """Whether something would see an operator that is called now: a mode, a transform, a profiler, a trace."""
-    return bool(
-        function_modes() or dispatch_modes() or functorch() is not None
-        or _profiler._is_profiler_enabled or _profiled_here() or _traced() is not None
-    )  # fmt: skip
+    return call, None if call is None else programs.find(call.kind)
 
 
 def told(tensors: tuple[Any, ...], others: tuple[Any, ...], device: int = -1) -> Told | None:
@@ -94,11 +44,14 @@ def told(tensors: tuple[Any, ...], others: tuple[Any, ...], device: int = -1) ->
 
     Not told are calls under torch.compile, torch.jit.trace, a mode, a transform of torch.func or a profiler that would
     show the operator, tensors of other types (and old transforms' wrappers, which have no memory), off 16 bytes or
-    lazily negated, off the GPU or of two; inference tensors that require a gradient; and others than numbers, strings,
-    None, dtypes and devices. Equal numbers of different types are different kinds; zeros' signs are not told apart.
+    lazily negated, off the GPU or of two; inference tensors that require a gradient where one is wanted; and others
+    than numbers, strings, None, dtypes and devices. Equal numbers of different types are different kinds; zeros' signs
+    are not told apart.
     What a user registers on the operators themselves (torch.library.register_autocast, say) is not asked about.
     """
-    if torch.compiler.is_compiling() or _seen():
+    if torch.compiler.is_compiling() or function_modes() or dispatch_modes() or functorch() is not None:
+        return None
+    if _profiler._is_profiler_enabled or _profiled_here() or _traced() is not None:
         return None
     types = tuple(map(type, others))
     if types not in _plain_types:
@@ -106,10 +59,12 @@ def told(tensors: tuple[Any, ...], others: tuple[Any, ...], device: int = -1) ->
             return None
         _plain_types.add(types)  # finitely many: of types that are plain, in numbers that callers pass
     kind: list[Any] = [types, others]
-    addresses, gradient = [], False
-    if device < 0 and tensors and type(tensors[0]) in TENSORS:
-        device = _device_of(tensors[0])
+    addresses, wanted = [], False
+    # Excluded in inference mode, which grad mode does not say, and below autograd.
+    gradients = torch.is_grad_enabled() and not _excluded(_AUTOGRAD)
     try:
+        if device < 0 and tensors and type(tensors[0]) in TENSORS:
+            device = _device_of(tensors[0])
         for x in tensors:
             if type(x) not in TENSORS or not x.is_cuda or x.is_neg() or _device_of(x) != device:
                 return None
@@ -118,21 +73,18 @@ def told(tensors: tuple[Any, ...], others: tuple[Any, ...], device: int = -1) ->
                 return None
             kind += (x.shape, x.stride(), x.dtype)
             addresses.append(address)
-            if x.requires_grad:
+            if gradients and x.requires_grad:
                 if x.is_inference():
                     return None  # whether autograd sees it is the dispatcher's to say
-                gradient = True
+                wanted = True
     except RuntimeError:
         return None  # no memory, or no strides
-    # Excluded in inference mode, which grad mode does not say, and below autograd.
-    wanted = gradient and torch.is_grad_enabled() and not _excluded(_AUTOGRAD)
     kind.append(device)
     return Told(tuple(kind), addresses, tensors, wanted, device)
 
 
 _plain_types: set[tuple[type, ...]] = set()
 _device_of: Callable[[torch.Tensor], int] = torch.Tensor.get_device
-_address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 
 
 def run(program: Program, call: Told) -> list[torch.Tensor]:

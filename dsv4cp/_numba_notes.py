@@ -95,7 +95,7 @@ class NumbaNotes:
 
 def _array(x: Any) -> tuple[int, list[int]]:
     """The address of an array of CuPy's or Numba's, and its words up to the sizes."""
-    pointer = x.__cuda_array_interface__["data"][0]
+    pointer = x.data.ptr if hasattr(x, "data") else x.__cuda_array_interface__["data"][0]
     return pointer, [0, 0, x.size, x.dtype.itemsize, pointer, *x.shape]
 
 

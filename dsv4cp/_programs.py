@@ -65,18 +65,10 @@ class Programs:
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], Any] = {}
-        self.guarded: dict[Any, Any] = {}  # what a library keeps to find a program faster; anything there may be lost
-        self._turns = 0
 
     def forget(self) -> None:
         """Without any program, as at first."""
         self._known.clear()
-        self.guarded.clear()
-
-    def turn(self) -> bool:
-        """True once in a while."""
-        self._turns += 1
-        return self._turns % 64 == 0
 
     def find(self, kind: tuple[Any, ...]) -> Program | None:
         """The kind's, None where there is none (yet)."""

@@ -129,6 +129,33 @@ def test_a_turn_measures_batches_and_goes_on_where_the_last_ended(monkeypatch):
     assert timing.median() == (15.0 + 25.0) / 2  # 5, 15, 25, 35 ms a call
 
 
+def test_the_hosts_time_is_by_its_own_clock_from_an_idle_gpu(monkeypatch):
+    pytest.importorskip("cupy")
+    clock, log = [0.0], []
+
+    class Device:
+        def synchronize(self):
+            clock[0] += 100.0
+            log.append("idle")
+
+    def call():
+        clock[0] += 0.001 if log.count("idle") < 3 else 0.004
+        log.append("call")
+
+    monkeypatch.setattr("cupy.cuda.Device", Device)
+    monkeypatch.setattr(bench_gpu.time, "perf_counter", lambda: clock[0])
+    timing = bench_gpu.HostTiming([call], 2)
+    assert log == ["call"]
+    timing.samples = 3
+    timing.take()
+    batch = ["idle"] + ["call"] * timing.batch
+    assert log == ["call", *batch * 3] and 20 < timing.batch < 100
+    assert timing.median() == pytest.approx(1.0)  # ms: of 1, 1 and 4
+    timing.take()
+    timing.take()
+    assert timing.median() == pytest.approx(4.0) and log.count("idle") == 9
+
+
 def test_short_calls_have_batches_and_rounds_share_the_samples(monkeypatch):
     pytest.importorskip("cupy")
     monkeypatch.setattr("cupy.cuda.get_current_stream", lambda: type("S", (), {"synchronize": lambda _: None})())

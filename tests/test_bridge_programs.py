@@ -266,11 +266,13 @@ def test_whether_a_gradient_is_wanted(on_gpu):
             assert told(tensors, ()).gradient is False
 
 
-def test_inference_tensors_that_require_a_gradient_are_not_told(on_gpu):
+def test_inference_tensors_that_require_a_gradient_are_not_told_where_one_is_wanted(on_gpu):
     with torch.inference_mode():
         x, leaf = torch.zeros(8), torch.zeros(8, requires_grad=True)
-        assert told((x,), ()) is not None and told((x, leaf), ()) is None
+        assert told((x, leaf), ()).gradient is False
     assert told((x,), ()) is not None and told((leaf,), ()) is None
+    with torch.no_grad():
+        assert told((x, leaf), ()).gradient is False
 
 
 def test_a_profiler_of_all_threads_is_seen_in_every_one(on_gpu):

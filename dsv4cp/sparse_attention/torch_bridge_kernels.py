@@ -264,7 +264,8 @@ def known_of(q: Any, kv: Any, sinks: Any, ids: Any, plan: Any, *others: Any) -> 
         if ids is not None or type(plan) is not SparseIndexPlan:
             return None, None
         try:
-            ids, laid = plan.indices, (plan.backend, plan.kv_sequence, plan.topk_length is None, plan.valid_rows is None)
+            laid = plan.backend, plan.kv_sequence, plan.topk_length is None, plan.valid_rows is None
+            ids = plan.indices
         except AttributeError:
             return None, None  # a plan without fields
     return known(PROGRAMS, (q, kv, sinks, ids), (*others, launches().forced_path, *laid))

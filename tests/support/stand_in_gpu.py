@@ -244,7 +244,6 @@ def installed(monkeypatch, hopper: bool):
         put(module, "_kernels", SimpleNamespace(play=play))
     for programs in ALL_PROGRAMS:
         put(programs, "_known", {})
-        put(programs, "guarded", {})
     _tensor_maps._tensor_map.cache_clear()
     _tensor_maps._encoder_of.cache_clear()
     yield made
