@@ -70,11 +70,11 @@ def _absent(ndim: int, device: int) -> Any:
 def noting(notes: Any) -> Iterator[None]:
     """In the block this thread's launches are noted (_numba_notes.py) instead of queued, new arrays are stand-ins, and
     what would do other work on the GPU raises NotLaunches."""
-    _here.notes = notes
+    before, _here.notes = _notes(), notes
     try:
         yield
     finally:
-        _here.notes = None
+        _here.notes = before
 
 
 def _notes() -> Any:

@@ -21,26 +21,25 @@ import numpy as np
 
 from . import _numba
 from ._kernel_arguments import Blocks
-from ._kernel_notes import Address, NotLaunches, Step
+from ._kernel_notes import BASE, ROOM, Address, NotLaunches, Step
 from ._kernel_sizes import launch_sizes
 from ._kernel_text import Parameter
 from ._kernels import Kernel, Loaded
 from ._programs import Making
 
-ROOM = 512  # bytes behind a stand-in, which nobody reads or writes
 AT = 4  # which word of an array is its address
 
 
 class NumbaNotes:
     """What `_numba.noting` writes to: launches become steps of `making`, arrays are stand-ins of the right sizes.
 
-    A stand-in has a few bytes of its own, by whose address a launch tells which array of the call it is given.
+    A stand-in lies where no memory is, each in a place of its own, by which a launch tells which array of the call it
+    is given. Nothing is allocated: the call may be part of a graph that is being captured.
     """
 
     def __init__(self, making: Making) -> None:
         self._making = making
         self._addresses: dict[int, Address] = {}
-        self._held: list[Any] = []  # an address stays one array's
 
     def given(self) -> list[Any]:
         """Stand-ins for the call's own arrays, in order."""
@@ -57,19 +56,18 @@ class NumbaNotes:
         import cupy
 
         kind = np.dtype(_bfloat16() if dtype == "bfloat16" else dtype)
-        memory = cupy.cuda.alloc(ROOM)
+        at = BASE + ROOM * len(self._addresses)
+        self._addresses[at] = address
+        memory = cupy.cuda.UnownedMemory(at, ROOM, self, cupy.cuda.runtime.getDevice())
         steps = None if strides is None else tuple(kind.itemsize * n for n in strides)
-        array = cupy.ndarray(tuple(shape), kind, memory, steps)
-        self._addresses[memory.ptr] = address
-        self._held.append(array)
-        return array
+        return cupy.ndarray(tuple(shape), kind, cupy.cuda.MemoryPointer(memory, 0), steps)
 
     def launch(self, kernel: Any, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...]) -> None:
         """Notes a launch of Numba's `kernel`. NotLaunches where its words cannot be told."""
         import cupy
 
-        given = [_numba._launchable(x) if isinstance(x, cupy.ndarray) else x for x in args]
         try:
+            given = [_numba._launchable(x) if isinstance(x, cupy.ndarray) else x for x in args]
             compiled, theirs = _words(kernel, given)
             played = _kernel(compiled, len(theirs), cupy.cuda.runtime.getDevice())
         except Exception as error:  # numba-cuda's insides are not promised: of another version they may raise anything

@@ -8,6 +8,7 @@ no slice.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -79,21 +80,33 @@ class Programs:
         made: Callable[[Make], Any], current: AbstractContextManager[Any],
     ) -> None:  # fmt: skip
         """To be told of a call that the kernels have run. Of the second of its kind, note(making) runs the launch code
-        within `current`, and says how many results it has, None where a call of this kind needs more than launches."""
+        within `current`, and says how many results it has, None where a call of this kind needs more than launches.
+
+        The call has succeeded: an error in noting is a warning, and calls of the kind go on as before."""
         found = self._known.get(kind, _UNKNOWN)
         if found is _UNKNOWN:
             if len(self._known) >= MOST_KEPT:
                 self.forget()
             self._known[kind] = None  # sizes that never come again are not worth a program
         elif found is None and not any(type(x) is float and x == 0 for x in kind[1]):  # -0.0 is another call
-            laid = arrays()
-            if laid is None:
-                return  # they are others by now
-            making = Making(laid)
-            with current:
-                results = note(making)
-            if results is None:
+            try:
+                laid = arrays()
+                if laid is None:
+                    return  # they are others by now
+                self._known[kind] = _noted(laid, note, made, current) or False
+            except Exception as error:
                 self._known[kind] = False
-            else:
-                played = launches(making.steps, making.arrays)
-                self._known[kind] = Program(played, tuple(map(made, making.makes)), results)
+                words = f"a call could not be noted, others like it will take the host longer: {error!r}"
+                warnings.warn(words, RuntimeWarning, stacklevel=2)
+
+
+def _noted(
+    laid: list[Laid], note: Callable[[Making], int | None], made: Callable[[Make], Any],
+    current: AbstractContextManager[Any],
+) -> Program | None:  # fmt: skip
+    making = Making(laid)
+    with current:
+        results = note(making)
+    if results is None:
+        return None
+    return Program(launches(making.steps, making.arrays), tuple(map(made, making.makes)), results)

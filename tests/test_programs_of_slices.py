@@ -137,6 +137,41 @@ def check_all(got, want):
 # --- The slices ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("order", ["eeettt", "tteettee", "teiteitei", "iiitet"])
+@pytest.mark.parametrize("name", SOME)
+def test_training_and_evaluation_take_turns(gpu, name, order):
+    """t: with gradients, e: without, i: in inference mode; one program serves all."""
+    case = CASES[name]
+    given = tensors(case, 0, True)
+    want = by_operator(case, given)
+    for mode in order:
+        context = {"t": contextlib.nullcontext, "e": torch.no_grad, "i": torch.inference_mode}[mode]
+        with context():
+            got = results(case, given)
+        assert len(got) == len(want) if mode == "t" else len(got) < len(want)
+        for g, w in zip(got, want, strict=False):
+            check_equal(g, w)
+    assert gpu.plays
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_tensors_that_no_call_takes_are_refused_after_a_play_too(gpu, name):
+    case = CASES[name]
+    given = tensors(case, 0, False)
+    for _ in range(4):
+        results(case, given)
+    plays, x = gpu.plays, given[0]
+    nested = torch.nested.nested_tensor([x[0]])
+    for wrong in (nested, x.to_sparse(), None, x.tolist()):
+        for _ in range(2):
+            with pytest.raises(Exception) as refused:
+                case[1](wrong, *given[1:])
+            with Mode(), pytest.raises(type(refused.value)):
+                case[1](wrong, *given[1:])
+    assert plays and gpu.plays == plays
+    check_all(results(case, given), by_operator(case, given))
+
+
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_the_third_call_of_a_kind_is_played(gpu, name, grad):

@@ -208,3 +208,48 @@ def test_lists_are_built_on_the_current_stream():
         plan = torch_ops.plan_dsv4_sparse_indices(got, 9000, "tilelang")
     torch.cuda.current_stream().wait_stream(stream)
     assert bool((got[..., 128:] == 4096 + 7).all()) and bool((plan.indices == got).all())
+
+
+@pytest.mark.parametrize("library", ["torch", "cupy"])
+@pytest.mark.parametrize("warm", [1, 2, 3])
+def test_a_call_that_comes_again_may_be_captured(library, warm):
+    """The second of its kind, which is noted, too: noting allocates nothing."""
+    rng = np.random.default_rng(warm)
+    call = {"batch_size": 2, "seq_len": 40, "key_len": 60, "window_size": 9}
+    first, second = (rng.integers(-1, 20, (2, 40, 6)) for _ in range(2))
+
+    def lists(topk):
+        if library == "torch":
+            ids = torch_ops.build_dsv4_sparse_topk_indices(**call, compressed_topk=topk, n_pooled=20, compress_ratio=4,
+                                                           device="cuda")  # fmt: skip
+            return ids, torch_ops.plan_dsv4_sparse_indices(ids, 60, "cudnn", True).indices
+        ids = dsv4cp.build_dsv4_sparse_topk_indices(**call, compressed_topk=topk, n_pooled=20, compress_ratio=4)
+        return ids, dsv4cp.plan_dsv4_sparse_indices(ids, 60, "cudnn", True).indices
+
+    topk = torch.from_numpy(first).cuda() if library == "torch" else cupy.asarray(first)
+    for _ in range(warm):
+        lists(topk)
+    if library == "torch":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = lists(topk)
+        replay, wait = graph.replay, torch.cuda.synchronize
+    else:
+        stream = cupy.cuda.Stream(non_blocking=True)
+        cupy.cuda.Device().synchronize()
+        with stream:
+            stream.begin_capture()
+            made = lists(topk)
+            graph = stream.end_capture()
+        replay, wait = lambda: graph.launch(stream), stream.synchronize
+    topk[...] = torch.from_numpy(second).cuda() if library == "torch" else cupy.asarray(second)
+    torch.cuda.synchronize()
+    for _ in range(2):
+        replay()
+    wait()
+    want = dsv4cp.build_dsv4_sparse_topk_indices(
+        **call, compressed_topk=second, n_pooled=20, compress_ratio=4, backend="reference"
+    )
+    check_equal(numpy_of(made[0]), want)
+    check_equal(numpy_of(made[1]), dsv4cp.plan_dsv4_sparse_indices(want, 60, "cudnn", True).indices)
+    check_equal(numpy_of(lists(topk)[0]), want)

@@ -179,6 +179,8 @@ def known_build(device: Any, arrays: dict[str, Any], *others: Any) -> tuple[Told
     if where.type != "cuda":
         return None, None
     index = torch._C._cuda_getDevice() if where.index is None else where.index
+    if index < 0:
+        return None, None  # torch reads cuda:200 so
     given = {name: x for name, x in arrays.items() if x is not None}
     return known(BUILDS, tuple(given.values()), (",".join(given), *others), index)
 
@@ -186,13 +188,13 @@ def known_build(device: Any, arrays: dict[str, Any], *others: Any) -> tuple[Told
 def noted_build(call: Told | None, spec: Spec, like: torch.Tensor, arrays: dict[str, Any]) -> None:
     """To be told of a call that BUILD has run on the kernels."""
     if call is not None:
-        settle(BUILDS, call, functools.partial(_notes().build, _on_cupy(spec, like), call.kind[1][0]))
+        settle(BUILDS, call, lambda making: _notes().build(_on_cupy(spec, like), call.kind[1][0], making))
 
 
 def noted_plan(call: Told | None, topk_idxs: torch.Tensor, spec: PlanSpec) -> None:
     """To be told of a call that PLAN or PLAN_CUDNN has run on the kernels."""
     if call is not None:
-        settle(PLANS, call, functools.partial(_notes().plan, _on_cupy(spec, topk_idxs)))
+        settle(PLANS, call, lambda making: _notes().plan(_on_cupy(spec, topk_idxs), making))
 
 
 def played_plan(program: Program, call: Told, all_rows_nonempty: bool) -> Plan:

@@ -91,6 +91,9 @@ class Attention:
     def __init__(self, q, kv, sinks, ids, scale: float, operands: str | None = None) -> None:
         self.dtype, self.kv_dtype, self.sinks_dtype, self.scale = q.dtype, kv.dtype, sinks.dtype, scale
         self.operands, self.base, self.tiny = operands, ACC[compute(q, kv)], TINY[compute(q, kv)]
+        # CuPy's casts to float64 count float32's numbers below normal as 0 (it compiles with -ftz=true).
+        narrow = any(name(x.dtype) in ("float32", "bfloat16") for x in (q, kv, sinks))
+        self.lost = TINY["float32"] if narrow and self.base == ACC["float64"] else 0.0
         if ids.shape[2] == 0:
             ids = torch.full((*ids.shape[:2], 1), -1, dtype=torch.int64, device=ids.device)
         keys = kv.shape[1]
@@ -125,7 +128,7 @@ class Attention:
         out = self.p @ self.rows
         error = self._p_error() @ self.size
         # A weight of float32's smallest numbers may count as 0, whatever it stands beside.
-        error = error + VANISHED * self.size.sum(2)[:, :, None, :]
+        error = error + VANISHED * self.size.sum(2)[:, :, None, :] + self.lost
         lse = torch.where(self.empty, -INF, self.top + torch.log(torch.where(self.empty, 1.0, self.total)))
         return rounded(out, error.nan_to_num(0.0), self.dtype), (lse[..., 0], self._lse_error(lse)[..., 0])
 
@@ -186,11 +189,13 @@ class Attention:
         off_p = off_p + operand_error(p + off_p, self.operands)
         grad_q = self.scale * (ds @ self.rows)
         error_q = (off_ds + self.acc * scale * ds.abs()) @ self.size
+        error_q = error_q + self.lost * scale * ds.abs().sum(3, keepdim=True)
         down, p_down = ds.mT, p.mT  # [B, S, T, H]
         parts = self.scale * (down @ self.q) + p_down @ g
         # Sums over heads, slots that name the key, and queries, in any order.
         bounds = (off_ds.mT + self.acc_rows * scale * down.abs()) @ self.q.abs()
         bounds = bounds + (off_p.mT + self.acc_rows * p_down) @ g.abs()
+        bounds = bounds + self.lost * (scale * down.abs() + p_down).sum(3, keepdim=True)
         grad_kv, error_kv = self._scattered(parts), self._scattered(bounds)
         if fixed:
             error_kv = error_kv + self._of_integers(g, delta.abs() + off_delta)
