@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,28 +71,42 @@ class Block:
 
 
 class Blocks:
-    """The blocks of one kernel. A launch pops one off `free` or makes a new one, and appends it to `free` afterwards:
-    the driver has copied the values by then.
+    """The blocks of one kernel, or of launches that share some of its values. A launch pops one off `free` or makes a
+    new one, packs its values, and appends it to `free` afterwards: the driver has copied them by then.
 
     No two launches share a block, since another thread may launch while the driver reads, and a destructor or signal
     handler that launches may run in the same one. list.pop and list.append are atomic.
+
+    values, vary: where given, what all launches share, and which of the parameters they do not. Blocks are made with
+    these values in them, and `pack` takes those of `packed` alone: from the first parameter that varies to the last.
     """
 
-    __slots__ = ("free", "offsets", "pack", "size", "structs")
+    __slots__ = ("_values", "_whole", "begin", "free", "offsets", "pack", "packed", "size", "structs")
 
-    def __init__(self, parameters: Sequence[Parameter]) -> None:
+    def __init__(
+        self, parameters: Sequence[Parameter], values: Sequence[Any] | None = None, vary: Iterable[int] = ()
+    ) -> None:
         codes = [_code(p) for p in parameters]
-        layout = struct.Struct("@" + "".join(codes))  # each value aligned as in C
+        self._whole = struct.Struct("@" + "".join(codes))  # each value aligned as in C
         ends = [struct.calcsize("@" + "".join(codes[: n + 1])) for n in range(len(codes))]
         self.offsets = tuple(end - struct.calcsize("@" + code) for end, code in zip(ends, codes, strict=True))
-        self.size = layout.size
-        self.pack = layout.pack_into
+        self.size, self._values = self._whole.size, values
         self.structs = tuple((n, p.size) for n, p in enumerate(parameters) if p.kind is np.void)
-        self.free: list[Block] = []
+        places = sorted(vary)
+        first, last = (0, len(codes)) if values is None else (places[0], places[-1] + 1) if places else (0, 0)
+        self.packed = parameters[first:last]
+        self.begin = self.offsets[first] if codes else 0
+        gaps = [after - before for before, after in zip(ends[first:], self.offsets[first + 1 : last], strict=False)]
+        padded = [code + "x" * gap for code, gap in zip(codes[first:last], [*gaps, 0], strict=False)]
+        self.pack = struct.Struct("=" + "".join(padded)).pack_into  # (memory, begin, *values of `packed`)
+        self.free: list[Block] = [] if values is None else [self.new()]  # whether the values fit shows here
 
     def new(self) -> Block:
         """One more, for when `free` is empty."""
-        return Block(self.size, self.offsets)
+        made = Block(self.size, self.offsets)
+        if self._values is not None:
+            self._whole.pack_into(made.memory, 0, *self._values)
+        return made
 
 
 def _code(parameter: Parameter) -> str:

@@ -8,13 +8,14 @@ while noting. This file knows no slice.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._kernel_arguments import fitted, with_bytes
+from ._kernel_arguments import Blocks, fitted, with_bytes
 from ._kernel_sizes import launch_sizes
 
 BASE, ROOM = 2**44, 2**41  # where arrays that are yet to be made seem to lie, each with room for more than a device has
@@ -71,16 +72,21 @@ class Step(NamedTuple):
 
 
 class Launches(NamedTuple):
-    """Steps as they are played: a call's values are laid side by side once, and each launch picks its own.
+    """Steps as they are played: a call's values are laid side by side once, and each launch picks its own; what all
+    calls share is in the blocks that it packs them into.
 
-    Side by side lie the addresses of the arrays, then `constants`, then addresses inside of arrays (array, offset),
-    then tensor maps (array, offset, what encodes them).
+    Side by side lie the addresses of the arrays, then `constants` that stand between a launch's own values, then
+    addresses inside of arrays (array, offset), then tensor maps (array, offset, what encodes them).
     """
 
     constants: tuple[Any, ...]
     inside: tuple[tuple[int, int], ...]
-    maps: tuple[tuple[int, int, Callable[[int], bytes]], ...]
-    steps: tuple[tuple[Any, tuple[int, ...], int, Callable[[Sequence[Any]], Any], int], ...]  # as in Step, with picks
+    maps: tuple[tuple[int, int, Any], ...]
+    steps: tuple[Played, ...]
+
+
+# kernel, sizes and shared_bytes as in Step; its blocks; what picks its values, or the address to zero; size as in Step.
+Played = tuple[Any, tuple[int, ...], int, Any, Callable[[Sequence[Any]], Any], int]
 
 
 def launches(steps: Sequence[Step], arrays: int) -> Launches:
@@ -88,24 +94,36 @@ def launches(steps: Sequence[Step], arrays: int) -> Launches:
     inside = sorted({(array, offset) for x in steps for _, array, offset in x.moves if offset})
     maps = list(dict.fromkeys((array, offset, encode) for x in steps for _, array, offset, encode in x.maps))
     constants: list[Any] = []
-    picks = []
+    places: list[dict[int, Any]] = []  # by step: which value of the kernel, and where it lies side by side
     for step in steps:
-        at = list(range(arrays + len(constants), arrays + len(constants) + len(step.values)))
-        constants += step.values
-        picks.append(at if step.kernel is not None else [0])
-    varying = arrays + len(constants)
-    for step, at in zip(steps, picks, strict=True):
-        for n, array, offset in step.moves:
-            at[n] = varying + inside.index((array, offset)) if offset else array
-        for n, array, offset, encode in step.maps:
-            at[n] = varying + len(inside) + maps.index((array, offset, encode))
-    played = [(x.kernel, x.sizes, x.shared_bytes, _picker(at), x.size) for x, at in zip(steps, picks, strict=True)]
+        at: dict[int, Any] = {n: (array, offset) for n, array, offset in step.moves}
+        at |= {n: (array, offset, encode) for n, array, offset, encode in step.maps}
+        for n in range(min(at, default=0), max(at, default=0)):
+            if n not in at:
+                at[n] = arrays + len(constants)
+                constants.append(step.values[n])
+        places.append(at)
+
+    def place(x: Any) -> int:
+        if isinstance(x, int):
+            return x
+        if len(x) == 3:
+            return arrays + len(constants) + len(inside) + maps.index(x)
+        return arrays + len(constants) + inside.index(x) if x[1] else x[0]
+
+    played = []
+    for step, at in zip(steps, places, strict=True):
+        of, blocks = [place(at[n]) for n in sorted(at)], None
+        if step.kernel is not None:
+            blocks = Blocks(step.kernel.parameters, step.values, at)
+        pick = operator.itemgetter(*of) if len(of) > 1 or blocks is None else functools.partial(_few, of)
+        played.append((step.kernel, step.sizes, step.shared_bytes, blocks, pick, step.size))
     return Launches(tuple(constants), tuple(inside), tuple(maps), tuple(played))
 
 
-def _picker(at: list[int]) -> Callable[[Sequence[Any]], Any]:
-    """Of a sequence, a tuple of what is at these places."""
-    return operator.itemgetter(*at) if len(at) > 1 else lambda values: tuple(values[n] for n in at)
+def _few(places: list[int], values: Sequence[Any]) -> tuple[Any, ...]:
+    """What itemgetter gives of more than one place."""
+    return tuple(values[n] for n in places)
 
 
 class Noting:

@@ -135,17 +135,19 @@ def launch(
     cuda = _cuda()
     current = cuda.runtime.getDevice()
     if device is None or device == current:
-        _queue(kernel, cuda, current, sizes, values, shared_bytes, stream)
+        _queue(kernel, cuda, current, sizes, kernel.blocks, values, shared_bytes, stream)
         return
     cuda.runtime.setDevice(device)
     try:
-        _queue(kernel, cuda, device, sizes, values, shared_bytes, stream)
+        _queue(kernel, cuda, device, sizes, kernel.blocks, values, shared_bytes, stream)
     finally:
         cuda.runtime.setDevice(current)
 
 
-def play(launches: Launches, addresses: Sequence[int], stream: Any) -> None:
+def play(launches: Launches, addresses: Sequence[int], stream: Any, device: int | None = None) -> None:
     """Queues noted launches on the current device, with the arrays of the notes at these addresses.
+
+    device: the current one, None where it is to be asked for.
 
     stream: as in `launch`; a cudaStream_t where something is set to zero. Raises RuntimeError as `launch` does.
     """
@@ -154,14 +156,16 @@ def play(launches: Launches, addresses: Sequence[int], stream: Any) -> None:
     for array, offset in inside:
         values.append(addresses[array] + offset)
     for array, offset, encode in maps:
-        values.append(encode(addresses[array] + offset))
+        address = addresses[array] + offset
+        values.append(encode.known.get(address) or encode(address))
     cuda = _cuda()
-    device = cuda.runtime.getDevice()
-    for kernel, sizes, shared_bytes, pick, size in steps:
+    if device is None:
+        device = cuda.runtime.getDevice()
+    for kernel, sizes, shared_bytes, blocks, pick, size in steps:
         if kernel is None:
-            _zero(cuda, pick(values)[0], size, stream)
+            _zero(cuda, pick(values), size, stream)
         else:
-            _queue(kernel, cuda, device, sizes, pick(values), shared_bytes, stream)
+            _queue(kernel, cuda, device, sizes, blocks, pick(values), shared_bytes, stream)
 
 
 def _zero(cuda: Any, address: int, size: int, stream: Any) -> None:
@@ -169,16 +173,16 @@ def _zero(cuda: Any, address: int, size: int, stream: Any) -> None:
 
 
 def _queue(
-    kernel: Kernel, cuda: Any, device: int, sizes: tuple[int, ...], values: Sequence[Any], shared_bytes: int,
-    stream: Any, fresh_thread: bool = False,
+    kernel: Kernel, cuda: Any, device: int, sizes: tuple[int, ...], blocks: Blocks, values: Sequence[Any],
+    shared_bytes: int, stream: Any, fresh_thread: bool = False,
 ) -> None:  # fmt: skip
-    loaded, blocks = kernel.loaded.get(device) or _load(kernel, device), kernel.blocks
+    loaded = kernel.loaded.get(device) or _load(kernel, device)
     try:
         held = blocks.free.pop()
     except IndexError:
         held = blocks.new()
     try:
-        blocks.pack(held.memory, 0, *values)
+        blocks.pack(held.memory, blocks.begin, *values)
         if shared_bytes > loaded.shared_limit:
             _allow_shared(loaded, shared_bytes)
         if stream is None:
@@ -187,11 +191,11 @@ def _queue(
             at = stream if type(stream) is int else stream.ptr
         cuda.driver.launchKernel(loaded.function.ptr, *sizes, shared_bytes, at, held.table, 0)
     except struct.error as error:
-        raise unpackable(kernel.function, kernel.parameters, values) from error
+        raise unpackable(kernel.function, blocks.packed, values) from error
     except RuntimeError as error:  # CUDADriverError, CUDARuntimeError
         if getattr(error, "status", None) == NO_CONTEXT and not fresh_thread:
             cuda.runtime.memGetInfo()  # the driver alone gives a thread no context, any call of the runtime does
-            return _queue(kernel, cuda, device, sizes, values, shared_bytes, stream, True)
+            return _queue(kernel, cuda, device, sizes, blocks, values, shared_bytes, stream, True)
         asked = f"grid {sizes[:3]}, block {sizes[3:]}, {shared_bytes} bytes of shared memory"
         raise RuntimeError(f"{kernel.function}: launch failed: {error} ({asked})") from error
     finally:

@@ -19,23 +19,23 @@ MOST_KEPT = 64  # maps of one kind
 
 
 class _Encoder:
-    """tensor_map of one kind of array, by address."""
+    """tensor_map of one kind of array, by address; `known` has those that it made."""
 
-    __slots__ = ("_kind", "_known")
+    __slots__ = ("_kind", "known")
 
     def __init__(self, *kind: Any) -> None:
         self._kind = kind
-        self._known: dict[int, bytes] = {}
+        self.known: dict[int, bytes] = {}
 
     def __call__(self, address: int) -> bytes:
-        found = self._known.get(address)
+        found = self.known.get(address)
         if found is None:
             found = _tensor_map(address, *self._kind)
             if found is None:
                 raise RuntimeError(f"the driver refuses a tensor map at {address:#x}: {self._kind}")
-            if len(self._known) >= MOST_KEPT:
-                self._known.clear()
-            self._known[address] = found
+            if len(self.known) >= MOST_KEPT:
+                self.known.clear()
+            self.known[address] = found
         return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import struct
 import threading
 import time
 
@@ -14,7 +15,9 @@ import pytest
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from dsv4cp import _kernels, _tensor_maps
+from dsv4cp._kernel_arguments import Blocks
 from dsv4cp._kernel_notes import BASE, ROOM, Address, MapBytes, Noting, launches
+from dsv4cp._kernel_text import Parameter
 from tests.support.threads import run_at_once
 from tests.test_kernel_launch import F32, I64, MAP, POINTER, Array, DriverError, driver, good, scale  # noqa: F401
 
@@ -402,7 +405,7 @@ def test_a_map_is_asked_for_once_an_address_within_bounds(asked):
     assert asked == [None, 16]
     for n in range(3 * _tensor_maps.MOST_KEPT):
         encode(16 * n)
-        assert len(encode._known) <= _tensor_maps.MOST_KEPT
+        assert len(encode.known) <= _tensor_maps.MOST_KEPT
 
 
 def test_what_the_driver_refuses(asked):
@@ -442,3 +445,62 @@ def test_structs_that_are_no_map_of_an_array_are_refused(driver, sources, asked)
         with pytest.raises(TypeError, match=f"^f: map: expected a struct of 128 bytes, got {size}$"):
             _kernels.launch(kernel, grid=1, block=1, stream=noting, n=np.int32(1), map=wrong)
     assert noting.steps == []
+
+
+# --- Blocks that hold what calls share -----------------------------------------------------------------------
+
+KINDS = (np.bool_, np.int32, np.uint32, np.int64, np.uint64, np.float32, np.float64, np.void, None)
+
+
+def value_of(kind, size, g):
+    if kind is None:
+        return int(g.integers(2**63)) * 2 + 1
+    if kind is np.void:
+        return g.bytes(size)
+    if issubclass(kind, np.floating):
+        return kind(g.standard_normal())
+    return kind(g.integers(2 if kind is np.bool_ else 100))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_blocks_hold_what_packing_everything_would(seed):
+    g = np.random.default_rng(seed)
+    kinds = [KINDS[n] for n in g.integers(len(KINDS), size=g.integers(1, 12))]
+    sizes = [8 * int(g.integers(1, 17)) if kind is np.void else 0 for kind in kinds]
+    declared = tuple(
+        Parameter(f"p{n}", kind, None, size) if size else Parameter(f"p{n}", kind, None)
+        for n, (kind, size) in enumerate(zip(kinds, sizes, strict=True))
+    )
+    whole = Blocks(declared)
+    shared = [value_of(*x, g) for x in zip(kinds, sizes, strict=True)]
+    for vary in (range(len(kinds)), [], [int(g.integers(len(kinds)))], np.flatnonzero(g.integers(2, size=len(kinds)))):
+        blocks = Blocks(declared, shared, vary)
+        for _ in range(2):  # a block that was used before is packed again
+            own = [value_of(*x, g) if n in vary else shared[n] for n, x in enumerate(zip(kinds, sizes, strict=True))]
+            want, got = whole.new(), blocks.free.pop() if blocks.free else blocks.new()
+            whole.pack(want.memory, whole.begin, *own)
+            first = declared.index(blocks.packed[0]) if blocks.packed else 0
+            blocks.pack(got.memory, blocks.begin, *own[first : first + len(blocks.packed)])
+            blocks.free.append(got)
+            for offset, kind, size in zip(whole.offsets, kinds, sizes, strict=True):
+                width = size or (8 if kind is None else np.dtype(kind).itemsize)
+                assert got.memory[offset : offset + width] == want.memory[offset : offset + width]
+        assert blocks.offsets == whole.offsets and blocks.size == whole.size
+        inner = [n for n in range(len(kinds)) if n in vary]
+        assert len(blocks.packed) == (inner[-1] - inner[0] + 1 if inner else 0)
+
+
+def test_shared_values_that_cannot_be_packed_show_when_noting(driver, scale):  # noqa: F811
+    noting = Noting()
+    _kernels.launch(scale, **good(x=noting.array(), y=noting.array(2**65), stream=noting))
+    with pytest.raises(struct.error):
+        launches(noting.steps, noting.arrays)
+
+
+def test_an_address_that_cannot_be_packed_is_named(driver, scale):  # noqa: F811
+    noting = Noting()
+    _kernels.launch(scale, **good(x=noting.array(), y=noting.array(), stream=noting))
+    with pytest.raises(ValueError, match=r"scale: y: expected an address of 64 bits"):
+        _kernels.play(launches(noting.steps, noting.arrays), [16, 2**64], 0)
+    _kernels.play(launches(noting.steps, noting.arrays), [16, 32], 0)
+    assert driver.launches[-1].args[:2] == [16, 32]

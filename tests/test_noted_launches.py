@@ -20,6 +20,7 @@ from dsv4cp.indexer.cuda_grad_launch import Operand, Operands  # noqa: E402
 from dsv4cp.sinkhorn import contract as sinkhorn_contract  # noqa: E402
 from dsv4cp.sinkhorn import cuda as sinkhorn_cuda  # noqa: E402
 from dsv4cp.sparse_attention import contract, cuda, cuda_bwd, cuda_bwd_sm90, cuda_sm90  # noqa: E402
+from tests.support.packed import all_values  # noqa: E402
 
 STREAM = 77
 SHARED, GIB2 = 232448, 2**31
@@ -32,8 +33,8 @@ class Device:
     def __init__(self):
         self.queued = []
 
-    def queue(self, kernel, _cuda, device, sizes, values, shared_bytes, stream, _fresh=False):
-        plain = [x.item() if isinstance(x, np.generic) else x for x in values]
+    def queue(self, kernel, _cuda, device, sizes, blocks, values, shared_bytes, stream, _fresh=False):
+        plain = all_values(blocks, values)
         self.queued.append((kernel.file, kernel.function, kernel.defines, device, sizes, plain, shared_bytes, stream))
 
     def clear(self, address, value, size, stream):

@@ -19,6 +19,7 @@ from dsv4cp._kernel_notes import Address, NotLaunches, launches  # noqa: E402
 from dsv4cp._programs import Laid, Making  # noqa: E402
 from dsv4cp.sparse_indices import contract, cuda_notes, numba_cuda  # noqa: E402
 from tests.support.index_cases import build_cases, plan_cases  # noqa: E402
+from tests.support.packed import all_values  # noqa: E402
 from tests.support.stand_in_cupy import Blocks, Device, empty  # noqa: E402
 
 KERNELS = ("build_rows", "span_totals", "span_scan", "shift_ids", "compact_rows", "compact_wide_rows")
@@ -77,11 +78,9 @@ def gpu(monkeypatch):
     put(cupy.cuda.runtime, "getDevice", lambda: 0)
     put(_kernels, "_cuda", lambda: SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 0)))
 
-    def queue(kernel, cuda, device, sizes, values, shared_bytes, stream):
+    def queue(kernel, cuda, device, sizes, blocks, values, shared_bytes, stream):
         assert kernel.loaded[device].function.ptr and shared_bytes == 0
-        block = kernel.blocks.new()
-        kernel.blocks.pack(block.memory, 0, *values)  # every word fits
-        made.queued.append((kernel.function, sizes, list(values), stream))
+        made.queued.append((kernel.function, sizes, list(all_values(blocks, values)), stream))
 
     put(_kernels, "_queue", queue)
     _numba_notes._kernel.cache_clear()

@@ -13,6 +13,7 @@ from dsv4cp import _kernels
 from dsv4cp._kernel_notes import Address, Noting
 from dsv4cp._kernel_notes import launches as played
 from dsv4cp.sinkhorn import contract, cuda
+from tests.support.packed import all_values
 
 # Shared memory of a block (opt-in) and of a multiprocessor, in bytes, and multiprocessors.
 DEVICES = {"sm_80": (166912, 167936, 108), "sm_86": (101376, 102400, 84), "sm_90": (232448, 233472, 132)}
@@ -32,12 +33,11 @@ def launches(monkeypatch):
             assert type(value) is kinds[name], name
         real(kernel, **given)
 
-    def queue(kernel, _cuda, device, sizes, values, shared_bytes, stream):
+    def queue(kernel, _cuda, device, sizes, blocks, values, shared_bytes, stream):
         assert device == 0 and sizes[1:3] == sizes[4:] == (1, 1)
         shape = {"grid": sizes[0], "block": sizes[3], "shared": shared_bytes, "stream": stream}
-        plain = [v.item() if isinstance(v, np.generic) else v for v in values]
-        names = [p.name for p in kernel.parameters]
-        made.append(SimpleNamespace(kernel=kernel, **shape, **dict(zip(names, plain, strict=True))))
+        told = dict(zip((p.name for p in kernel.parameters), all_values(blocks, values), strict=True))
+        made.append(SimpleNamespace(kernel=kernel, **shape, **told))
 
     monkeypatch.setattr(_kernels, "launch", launch)
     monkeypatch.setattr(_kernels, "_queue", queue)

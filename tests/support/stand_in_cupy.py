@@ -22,6 +22,7 @@ from dsv4cp.sparse_attention import cuda_bwd
 from dsv4cp.sparse_attention import ops as attention_ops
 
 from . import stand_in_gpu
+from .packed import all_values
 
 REPEATED = [x for module in (indexer_ops, attention_ops) for x in vars(module).values() if type(x) is Repeated]
 ATTRIBUTES = {
@@ -131,12 +132,12 @@ def installed(monkeypatch, hopper: bool):
         yield gpu
 
 
-def _queue(gpu, kernel, cuda, device, sizes, values, shared_bytes, stream, fresh_thread=False):
-    kinds = [p.kind for p in kernel.parameters]
+def _queue(gpu, kernel, cuda, device, sizes, blocks, values, shared_bytes, stream, fresh_thread=False):
+    given, values, kinds = values, all_values(blocks, values), [p.kind for p in kernel.parameters]
     gpu.pointers.append([(int(v), b"") for v, kind in zip(values, kinds, strict=True) if kind is None])
     maps = [bytes(v) for v, kind in zip(values, kinds, strict=True) if kind is np.void]
     gpu.pointers[-1] += [(int.from_bytes(words[:8], "little"), words[8:]) for words in maps]
-    gpu.queue(kernel, cuda, device, sizes, values, shared_bytes, 77 if stream is None else stream)
+    gpu.queue(kernel, cuda, device, sizes, blocks, given, shared_bytes, 77 if stream is None else stream)
 
 
 def _empty(blocks, shape, dtype):

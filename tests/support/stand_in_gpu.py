@@ -28,6 +28,7 @@ from dsv4cp.sparse_attention import contract, cuda, cuda_bwd_mma, cuda_bwd_sm90 
 from dsv4cp.sparse_attention import cuda_sm90 as attention_sm90  # noqa: E402
 from dsv4cp.sparse_attention import reference as attention_reference  # noqa: E402
 from dsv4cp.sparse_attention import torch_bridge_kernels as attention_kernels  # noqa: E402
+from tests.support.packed import all_values  # noqa: E402
 
 empty_cpu = torch._C._dynamo.guards._empty_strided_cpu
 
@@ -66,7 +67,8 @@ class Gpu:
     def __init__(self):
         self.queued, self.plays, self.held, self.cleared = [], 0, None, []
 
-    def queue(self, kernel, cuda, device, sizes, values, shared_bytes, stream, fresh_thread=False):
+    def queue(self, kernel, cuda, device, sizes, blocks, values, shared_bytes, stream, fresh_thread=False):
+        values = all_values(blocks, values)
         names = [p.name for p in kernel.parameters]
         numbers = {p.name: v for p, v in zip(kernel.parameters, values, strict=True) if p.kind not in (None, np.void)}
         self.queued.append((kernel.function, kernel.defines, sizes, shared_bytes, int(getattr(stream, "ptr", stream)),
