@@ -122,6 +122,17 @@ def _numpy_name(dtype: np.dtype) -> str:
     return dtype.name.rpartition(".")[2]
 
 
+def numpy_dtype(name: str) -> np.dtype:
+    """The NumPy dtype of a bare name; RuntimeError with what to install for a bfloat16 that NumPy does not have."""
+    if name != "bfloat16":
+        return np.dtype(name)
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise RuntimeError("bfloat16 arrays in NumPy need the package ml_dtypes (pip install ml_dtypes)") from error
+    return np.dtype(ml_dtypes.bfloat16)
+
+
 def require_dtype(name: str, x: Any, allowed: tuple[str, ...]) -> str:
     """The dtype's name if it is one of `allowed`, else TypeError."""
     got = dtype_name(x)

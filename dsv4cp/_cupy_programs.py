@@ -9,10 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from . import _kernels
-from ._arrays import dtype_name, element_strides
+from ._arrays import dtype_name, element_strides, numpy_dtype
 from ._programs import Laid, Make, Program, Programs
 
 PLAIN = frozenset((bool, int, str, float, type(None)))  # types whose equal values are the same, but for zeros' signs
@@ -68,7 +66,7 @@ def run(program: Program, call: Told) -> list[Any]:
             return run(program, call)
     made = [ndarray(sizes, dtype, cuda.alloc(size)) for sizes, dtype, size in program.makes]
     addresses = call.addresses + [x.data.ptr for x in made]
-    _kernels.play(program.launches, addresses, cuda.get_current_stream().ptr)
+    _kernels.play(program.launches, addresses, cuda.get_current_stream().ptr, device)
     return made[: program.results]
 
 
@@ -110,14 +108,8 @@ def _laid(call: Told) -> list[Laid]:
 def _made(make: Make) -> tuple[tuple[int, ...], Any, int]:
     """Sizes, dtype and bytes."""
     sizes, name = make
-    dtype = np.dtype(_bfloat16() if name == "bfloat16" else name)
+    dtype = numpy_dtype(name)
     return sizes, dtype, dtype.itemsize * math.prod(sizes)
-
-
-def _bfloat16() -> Any:
-    import ml_dtypes
-
-    return ml_dtypes.bfloat16
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from . import _numba
+from ._arrays import numpy_dtype
 from ._kernel_arguments import Blocks
 from ._kernel_notes import BASE, ROOM, Address, NotLaunches, Step
 from ._kernel_sizes import launch_sizes
@@ -55,7 +56,7 @@ class NumbaNotes:
     ) -> Any:
         import cupy
 
-        kind = np.dtype(_bfloat16() if dtype == "bfloat16" else dtype)
+        kind = numpy_dtype(dtype)
         at = BASE + ROOM * len(self._addresses)
         self._addresses[at] = address
         memory = cupy.cuda.UnownedMemory(at, ROOM, self, cupy.cuda.runtime.getDevice())
@@ -123,9 +124,3 @@ def _kernel(compiled: Any, words: int, device: int) -> Kernel:
     declared = tuple(Parameter(f"word{n}", np.int64, None) for n in range(words))
     loaded = {device: Loaded(SimpleNamespace(ptr=int(function.handle)), None)}
     return Kernel("", function.name, (), None, declared, tuple, (), Blocks(declared), loaded)
-
-
-def _bfloat16() -> Any:
-    import ml_dtypes
-
-    return ml_dtypes.bfloat16

@@ -1,13 +1,15 @@
-"""A long row in bounded memory: scratch does not grow with the number of queries. Usage: ... [TOKENS]"""
+"""A long row in bounded memory: scratch does not grow with the number of queries."""
 
-import sys
+import argparse
 import tracemalloc
 
 import numpy as np
 
 import dsv4cp
 
-S = int(sys.argv[1]) if len(sys.argv) > 1 else 2048
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("tokens", nargs="?", type=int, default=2048)
+S = parser.parse_args().tokens
 H, D, R, WINDOW, TOPK = 2, 32, 4, 64, 64
 IH, IE = 4, 16  # index heads and their channels
 P = S // R

@@ -30,6 +30,7 @@ class Run:
         )
         self.curve: list[dict[str, float]] = []  # one entry a step: loss, index_loss, seconds
         self.held_out: list[tuple[int, float]] = []  # (steps done, loss)
+        self.resumed = 0  # steps of an earlier run
 
     @property
     def step(self) -> int:
@@ -62,8 +63,9 @@ class Run:
         return self.curve[-1]
 
     def tokens_per_second(self) -> float:
-        """Of the median step; the first ones compile."""
-        seconds = sorted(entry["seconds"] for entry in self.curve[min(3, self.step - 1) :])
+        """Of the median step of those made here; the first ones compile."""
+        made = self.curve[self.resumed :] or self.curve
+        seconds = sorted(entry["seconds"] for entry in made[min(3, len(made) - 1) :])
         return self.config.batch * self.config.tokens / seconds[len(seconds) // 2]
 
     @torch.no_grad()
@@ -106,6 +108,7 @@ class Run:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.curve, self.held_out = state["curve"], [tuple(entry) for entry in state["held_out"]]
+        self.resumed = self.step
 
 
 def draw(path: Path, run: Run, unigram: float) -> bool:
