@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from . import _arrays, _backend
-from ._arrays import dtype_name, library
+from ._arrays import dtype_name, library, numpy_dtype
 from ._bridge_calls import (  # noqa: F401  (handed on)
     below_autograd,
     call,
@@ -117,8 +117,14 @@ def stream_pointer(device_index: int) -> int:
 
 def is_current(device_index: int) -> bool:
     """Whether the device is current for torch and for CuPy, each of which links a CUDA runtime of its own."""
-    current: bool = torch._C._cuda_getDevice() == device_index == _runtime().getDevice()
-    return current
+    return _only_one() or torch._C._cuda_getDevice() == device_index == _runtime().getDevice()
+
+
+@functools.cache
+def _only_one() -> bool:
+    """Whether this process sees one GPU, which is current then."""
+    one: bool = _runtime().getDeviceCount() == 1
+    return one
 
 
 class on_stream_of:
@@ -278,16 +284,8 @@ def to_numpy(x: Any) -> np.ndarray:
     if x.device.type != "cpu":
         raise ValueError(f"x: expected a CPU tensor, got one on {x.device} (to_cupy takes CUDA tensors)")
     if x.dtype == torch.bfloat16:  # NumPy knows no bfloat16 in DLPack: its bits cross as int16
-        return x.view(torch.int16).numpy().view(_numpy_bfloat16())
+        return x.view(torch.int16).numpy().view(numpy_dtype("bfloat16"))
     return x.numpy()
-
-
-def _numpy_bfloat16() -> np.dtype:
-    try:
-        import ml_dtypes
-    except ImportError as error:
-        raise RuntimeError("bfloat16 arrays in NumPy need the package ml_dtypes (pip install ml_dtypes)") from error
-    return np.dtype(ml_dtypes.bfloat16)
 
 
 def to_torch(x: Any) -> torch.Tensor:

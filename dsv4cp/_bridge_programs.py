@@ -1,5 +1,6 @@
 """Calls on torch tensors of a kind that came before (_programs.py): from the addresses of their tensors to the launches
-at once. Beside them such a call costs a tuple, a look into a dict and the memory of its results.
+at once. Beside them such a call costs a tuple, a look into a dict and the memory of its results; its gradient no more
+than that, since what it saved is known from the forward call.
 """
 
 from __future__ import annotations
@@ -37,21 +38,26 @@ def known(
     return call, None if call is None else programs.find(call.kind)
 
 
+def _looked_at() -> bool:
+    """Whether torch.compile, torch.jit.trace, a mode, a transform of torch.func or a profiler that would show the
+    operator is to see this call."""
+    if torch.compiler.is_compiling() or function_modes() or dispatch_modes() or functorch() is not None:
+        return True
+    return _profiler._is_profiler_enabled or _profiled_here() or _traced() is not None
+
+
 def told(tensors: tuple[Any, ...], others: tuple[Any, ...], device: int = -1) -> Told | None:
     """What a call on `tensors` is known by; None where anything might miss the way through the dispatcher.
 
     device: where they have to be, -1 where the first one says it.
 
-    Not told are calls under torch.compile, torch.jit.trace, a mode, a transform of torch.func or a profiler that would
-    show the operator, tensors of other types (and old transforms' wrappers, which have no memory), off 16 bytes or
-    lazily negated, off the GPU or of two; inference tensors that require a gradient where one is wanted; and others
-    than numbers, strings, None, dtypes and devices. Equal numbers of different types are different kinds; zeros' signs
-    are not told apart.
+    Not told are calls that anything looks at; tensors of other types (and old transforms' wrappers, which have no
+    memory), off 16 bytes or lazily negated, off the GPU or of two; inference tensors that require a gradient where one
+    is wanted; and others than numbers, strings, None, dtypes and devices. Equal numbers of different types are
+    different kinds; zeros' signs are not told apart.
     What a user registers on the operators themselves (torch.library.register_autocast, say) is not asked about.
     """
-    if torch.compiler.is_compiling() or function_modes() or dispatch_modes() or functorch() is not None:
-        return None
-    if _profiler._is_profiler_enabled or _profiled_here() or _traced() is not None:
+    if _looked_at():
         return None
     types = tuple(map(type, others))
     if types not in _plain_types:
@@ -89,14 +95,108 @@ _device_of: Callable[[torch.Tensor], int] = torch.Tensor.get_device
 
 def run(program: Program, call: Told) -> list[torch.Tensor]:
     """Queues the call on torch's current stream of its tensors' device, and returns its results."""
-    device = call.device
+    return _run(program, call.addresses, call.device)
+
+
+def _run(program: Program, addresses: list[int], device: int) -> list[torch.Tensor]:
     if not _bridge.is_current(device):
         with _bridge.on_stream_of(device):
-            return run(program, call)
+            return _run(program, addresses, device)
     made = [_empty_cuda(*make) for make in program.makes]
-    addresses = call.addresses + [x.data_ptr() for x in made]
-    _kernels.play(program.launches, addresses, _bridge.stream_pointer(device))
+    addresses = addresses + [x.data_ptr() for x in made]
+    _kernels.play(program.launches, addresses, _bridge.stream_pointer(device), device)
     return made[: program.results]
+
+
+# --- Gradients of played calls -------------------------------------------------------------------------------
+
+
+class Forward(NamedTuple):
+    """What a played call leaves to its gradient, in an autograd.Function that saves the call's tensors and its results
+    for backward, in this order."""
+
+    program: Program
+    addresses: list[int]  # of the saved tensors
+    device: int
+
+
+def forward_of(program: Program, call: Told, *results: torch.Tensor) -> Forward | None:
+    """The call's, once it was played with `results`; None where hooks will pack what is saved: anything may come back
+    from them."""
+    if _hooks is None or _hooks(True) is not None:
+        return None
+    if not program.gradients.facts:
+        program.gradients.facts = _facts(call)
+    return Forward(program, call.addresses + [x.data_ptr() for x in results], call.device)
+
+
+def gradient_of(
+    forward: Forward | None, saved: tuple[torch.Tensor, ...], grad: Any, *others: Any
+) -> list[torch.Tensor] | None:
+    """The gradient of a forward call, on `grad` and what it saved, by the program that remember_gradient was told for
+    calls like these; None where it was told none, where a graph of the gradient is wanted, or where anything but grad
+    is not as it was.
+
+    Telling what is saved once more would take as long as all the rest. Without hooks torch hands back the very tensors
+    that the call was given, and raises where any was changed in place since. What it does not look at is x.data = y, so
+    their sizes, strides, dtypes and memory are; what is at the same address is on the same device. Results come back
+    as they were made, whatever their data was set to.
+    """
+    if forward is None or torch.is_grad_enabled() or type(grad) not in TENSORS or grad.is_neg() or _looked_at():
+        return None
+    program, addresses, device = forward
+    facts, found = program.gradients.facts, program.gradients.known
+    try:
+        key, address = (grad.shape, grad.stride(), grad.dtype, _device_of(grad), others), grad.data_ptr()
+        if not address or address & 15 or [x.data_ptr() for x in saved] != addresses:
+            return None
+        if [(x.shape, x.stride(), x.dtype, x.is_neg()) for x in saved[: len(facts)]] != facts:
+            return None
+    except RuntimeError:
+        return None  # no memory, or no strides
+    for known_by, gradient in found:
+        if known_by == key:
+            return _run(gradient, [address, *addresses], device)
+    return None
+
+
+def remember_gradient(forward: Forward | None, call: Told, gradient: Program, *others: Any) -> None:
+    """To be told that `gradient` is the program of a gradient `call` on grad and what the forward call saved, with
+    whatever else a gradient of this forward kind may depend on in `others`."""
+    if forward is None or call.device != forward.device or call.addresses[1:] != forward.addresses:
+        return
+    program, (incoming, *saved) = forward.program, _facts(call)
+    given, known_by = program.gradients.facts, program.gradients.known
+    results = [(*make, False) for make in program.makes[: len(saved) - len(given)]]
+    if saved == given + results:  # nobody has changed these tensors
+        known_by[:] = [((*incoming[:3], call.device, others), gradient), *known_by[: MOST_GRADIENTS - 1]]
+
+
+def _facts(call: Told) -> list[tuple[Any, ...]]:
+    """Sizes, strides, dtype and whether lazily negated, of each tensor."""
+    _, _, *told, _ = call.kind
+    return [(*told[n : n + 3], False) for n in range(0, len(told), 3)]
+
+
+def watched(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """A Function whose nodes have no `before` (a Forward) any more once somebody asks for what they have saved, to
+    hang hooks on it."""
+    node: Any = function._backward_cls  # type: ignore[attr-defined]
+    raw = node._raw_saved_tensors
+
+    def asked(self: Any) -> Any:
+        self.before = None
+        return raw.__get__(self)
+
+    node._raw_saved_tensors = property(asked)
+    return function
+
+
+MOST_GRADIENTS = 8  # of one kind of forward calls; looked through one by one, which for a few is quicker than a hash
+_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # since torch 2.8
+
+
+# --- Programs of torch ---------------------------------------------------------------------------------------
 
 
 def settle(programs: Programs, call: Told | None, note: Callable[[Making], int | None]) -> None:

@@ -53,12 +53,23 @@ class Making(Noting):
         return self.array()
 
 
+class Gradients:
+    """Programs of the gradients of one kind of calls: their library's to fill (_bridge_programs.py)."""
+
+    __slots__ = ("facts", "known")
+
+    def __init__(self) -> None:
+        self.facts: list[tuple[Any, ...]] = []  # of the arrays that such a call is given
+        self.known: list[tuple[tuple[Any, ...], Program]] = []  # each with what tells it of calls like these
+
+
 class Program(NamedTuple):
     """The launches of one kind of call; `makes` as its library makes them, the first `results` are handed out."""
 
     launches: Launches
     makes: tuple[Any, ...]
     results: int
+    gradients: Gradients
 
 
 class Programs:
@@ -109,4 +120,4 @@ def _noted(
         results = note(making)
     if results is None:
         return None
-    return Program(launches(making.steps, making.arrays), tuple(map(made, making.makes)), results)
+    return Program(launches(making.steps, making.arrays), tuple(map(made, making.makes)), results, Gradients())

@@ -476,8 +476,8 @@ def test_a_run_makes_results_and_hands_on_addresses(played):
     results = run(program, call)
     assert [(x.shape, x.dtype) for x in results] == [(torch.Size(sizes), dtype) for sizes, dtype in makes]
     assert all(x.is_contiguous() and not x.requires_grad for x in results)
-    ((noted, addresses, stream),) = played
-    assert noted.steps[0][-1] == 1 and len(noted.steps) == 1 and stream == 77
+    ((noted, addresses, stream, device),) = played
+    assert noted.steps[0][-1] == 1 and len(noted.steps) == 1 and (stream, device) == (77, 0)
     assert addresses[:6] == [*call.addresses, *(x.data_ptr() for x in results)]
     assert len(addresses) == 7 and addresses[6] not in addresses[:6]
     assert call.addresses == addresses[:2], "the call's own list stays as it is"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsv4cp import torch_ops
+from dsv4cp import _bridge_programs, torch_ops
 from dsv4cp._programs import Program, Programs
 from dsv4cp.indexer import torch_bridge_kernels as scores
 from dsv4cp.indexer import torch_bridge_topk as topk
@@ -104,6 +105,37 @@ def test_both_gradients_and_other_memory(impl):
         for programs in HELD.values():
             programs._known = programs.kept
     assert all(made().values())
+
+
+def test_gradients_of_played_calls_are_not_told(monkeypatch):
+    """A gradient is known by the forward call and what comes in."""
+    for _ in range(3):
+        step(*make())
+    told, calls = _bridge_programs.told, []
+    monkeypatch.setattr(_bridge_programs, "told", lambda *args: calls.append(args) or told(*args))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        leaves, ids = make()
+        outputs = every_op(leaves, ids)
+        incoming = [torch.randn_like(y) for y in outputs]
+        assert calls, "forward calls are told"
+        calls.clear()
+        got = torch.autograd.grad(outputs, leaves, incoming)
+        assert calls == []
+        with Mode():
+            want = torch.autograd.grad(every_op(leaves, ids), leaves, incoming)
+        for n, (g, w) in enumerate(zip(got, want, strict=True)):
+            if n in (1, 4):  # kv and entries: summed over queries in any order
+                check_frobenius(g, w, "attention_grad", 1e-2)
+            else:
+                check_equal(g, w)
+
+
+class Mode(TorchDispatchMode):
+    """Looks on, so that nothing is played."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
 
 
 def test_a_plan_serves_layers():

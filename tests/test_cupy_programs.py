@@ -20,12 +20,13 @@ import dsv4cp  # noqa: E402
 from dsv4cp import SparseIndexPlan, _cupy_programs, _programs  # noqa: E402
 from dsv4cp._cupy_programs import Repeated, run, told  # noqa: E402
 from dsv4cp._kernel_notes import Step, launches  # noqa: E402
-from dsv4cp._programs import Laid, Program  # noqa: E402
+from dsv4cp._programs import Gradients, Laid, Program  # noqa: E402
 from dsv4cp.indexer import cuda_grad_kernels, cuda_scores  # noqa: E402
 from dsv4cp.indexer import ops as indexer_ops  # noqa: E402
 from dsv4cp.sparse_attention import contract, cuda, cuda_bwd, reference  # noqa: E402
 from dsv4cp.sparse_attention import ops as attention_ops  # noqa: E402
 from tests.support.compare import check_equal  # noqa: E402
+from tests.support.packed import all_values  # noqa: E402
 from tests.support.stand_in_cupy import REPEATED, Device, cupy_of, empty, installed, torch_of  # noqa: E402
 from tests.support.threads import run_at_once  # noqa: E402
 
@@ -262,7 +263,7 @@ ZERO = launches([Step(None, moves=((0, 0, 0),), size=1)], 1)
 
 
 def program_of(makes, results):
-    return Program(ZERO, tuple(map(_cupy_programs._made, makes)), results)
+    return Program(ZERO, tuple(map(_cupy_programs._made, makes)), results, Gradients())
 
 
 @pytest.fixture
@@ -279,8 +280,8 @@ def test_a_run_makes_results_and_hands_on_addresses(plays):
     results = run(program, call)
     assert [(x.shape, x.dtype.name) for x in results] == makes
     assert all(type(x) is cupy.ndarray and x.flags.c_contiguous for x in results)
-    ((noted, addresses, stream),) = plays
-    assert noted is ZERO and stream == 77 and len(addresses) == 7
+    ((noted, addresses, stream, device),) = plays
+    assert noted is ZERO and (stream, device) == (77, 0) and len(addresses) == 7
     assert addresses[:6] == [*call.addresses, *(x.data.ptr for x in results)] and addresses[6] not in addresses[:6]
     assert call.addresses == addresses[:2], "the call's own list stays as it is"
     assert {x.data.ptr for x in results[:3]}.isdisjoint(x.data.ptr for x in run(program, call))
@@ -480,7 +481,8 @@ def test_caps_cut_the_work_as_launch_code_does(gpu, monkeypatch, make, cap, pass
     sizes_of = {"keys": 150} if make is attention_grad else {"grad": True, "slots": True}
     case = make(heads=64, backward_workspace_bytes=cap, **sizes_of, **FIXED)
 
-    def queue(kernel, cuda, device, sizes, values, shared_bytes, stream, fresh_thread=False):
+    def queue(kernel, cuda, device, sizes, blocks, values, shared_bytes, stream, fresh_thread=False):
+        values = all_values(blocks, values)
         kinds = [p.kind for p in kernel.parameters]
         numbers = [np.asarray(v).item() for v, x in zip(values, kinds, strict=True) if x not in (None, np.void)]
         gpu.queued.append((kernel.function, kernel.defines, sizes, shared_bytes, stream, numbers))

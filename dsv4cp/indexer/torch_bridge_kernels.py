@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import _bridge
-from .._bridge_programs import Told, known, run, settle
+from .._bridge_programs import Told, forward_of, gradient_of, known, run, settle, watched
 from .._programs import Program, Programs
 from . import contract, contract_kernels, reference, torch_bridge_topk
 from .contract import Spec
@@ -85,6 +85,7 @@ def _fake_grad(
     return q.new_empty(q.shape), pooled_kv.new_empty(pooled_kv.shape), weights.new_empty(weights.shape)
 
 
+@watched
 class _Scores(torch.autograd.Function):
     """SCORES with SCORES_GRAD as its gradient; asked for a graph of the gradient, the reference's."""
 
@@ -95,16 +96,24 @@ class _Scores(torch.autograd.Function):
     ) -> torch.Tensor:  # fmt: skip
         ctx.save_for_backward(q, pooled_kv, weights)
         ctx.options = options = compress_ratio, softmax_scale, query_start
+        ctx.before = None
         if ready is not None:
-            program, call = ready
-            return run(program, call)[0]
+            ctx.before = forward_of(*ready)
+            return run(*ready)[0]
         with _bridge.below_autograd():
             return SCORES(q, pooled_kv, weights, *options)
 
     @staticmethod
     def backward(ctx: Any, grad_scores: torch.Tensor) -> tuple[Any, ...]:
-        gradient = _differentiated if torch.is_grad_enabled() else torch_bridge_topk.dense_gradient
-        grads = gradient(grad_scores, *ctx.saved_tensors, *ctx.options)
+        saved, before = ctx.saved_tensors, ctx.before
+        if before is not None:
+            again = gradient_of(before, saved, grad_scores, torch_bridge_topk.forced_path())
+            if again is not None:
+                return (*again, None, None, None, None)
+        if torch.is_grad_enabled():
+            grads: tuple[torch.Tensor | None, ...] = _differentiated(grad_scores, *saved, *ctx.options)
+        else:
+            grads = torch_bridge_topk.dense_gradient(grad_scores, *saved, *ctx.options, before=before)
         return (*grads, *(None,) * (len(ctx.needs_input_grad) - 3))
 
 

@@ -10,13 +10,12 @@ do not depend on any order.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .. import _bridge
-from .._bridge_programs import Told, known, run, settle
+from .._bridge_programs import Forward, Told, forward_of, gradient_of, known, remember_gradient, run, settle, watched
 from .._programs import Making, Program, Programs
 from . import contract, contract_grad, reference
 from .contract import SlotsSpec, Spec
@@ -148,6 +147,7 @@ def _fake_grad(
     return _empty_like(q, pooled_kv, weights)
 
 
+@watched
 class _TopkScores(torch.autograd.Function):
     """TOPK_SCORES with TOPK_SCORES_GRAD as its gradient. Asked for a graph of the gradient (create_graph), it takes the
     reference's, which torch differentiates."""
@@ -158,17 +158,23 @@ class _TopkScores(torch.autograd.Function):
         softmax_scale: float, ready: tuple[Program, Told] | None = None,
     ) -> torch.Tensor:  # fmt: skip
         ctx.save_for_backward(q, pooled_kv, weights, topk_indices)
-        ctx.softmax_scale = softmax_scale
+        ctx.softmax_scale, ctx.before = softmax_scale, None
         if ready is not None:
-            program, call = ready
-            return run(program, call)[0]
+            ctx.before = forward_of(*ready)
+            return run(*ready)[0]
         with _bridge.below_autograd():
             return TOPK_SCORES(q, pooled_kv, weights, topk_indices, softmax_scale)
 
     @staticmethod
     def backward(ctx: Any, grad_scores: torch.Tensor) -> tuple[Any, ...]:
-        gradient: Callable[..., Any] = _differentiated if torch.is_grad_enabled() else gradient_at_ids
-        grads = gradient(grad_scores, *ctx.saved_tensors, ctx.softmax_scale)
+        saved, before = ctx.saved_tensors, ctx.before
+        if before is not None:
+            again = gradient_of(before, saved, grad_scores, fixed_order(), forced_path())
+            if again is not None:
+                return (*again, None, None, None)
+        given = grad_scores, *saved, ctx.softmax_scale
+        grads: tuple[Any, ...]
+        grads = _differentiated(*given) if torch.is_grad_enabled() else gradient_at_ids(*given, before=before)
         return (*grads, *(None,) * (len(ctx.needs_input_grad) - 3))
 
 
@@ -220,6 +226,12 @@ TOPK_SCORES_GRAD = _bridge.define_op(
 
 PROGRAMS, _GRADIENTS, _DENSE_GRADIENTS = Programs(), Programs(), Programs()
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+fixed_order = torch.are_deterministic_algorithms_enabled
+
+
+def forced_path() -> Any:
+    """Of the gradient kernels."""
+    return _launches().cuda_grad_kernels.forced_path
 
 
 def play(
@@ -242,11 +254,11 @@ def noted(call: Told | None, spec: SlotsSpec) -> None:
 
 def gradient_at_ids(
     grad_scores: torch.Tensor, q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor,
-    topk_indices: torch.Tensor, softmax_scale: float,
+    topk_indices: torch.Tensor, softmax_scale: float, *, before: Forward | None = None,
 ) -> Gradients:  # fmt: skip
     """TOPK_SCORES_GRAD, by its program where it came before."""
-    tensors, fixed = (grad_scores, q, pooled_kv, weights, topk_indices), torch.are_deterministic_algorithms_enabled()
-    call, again = _played(_GRADIENTS, tensors, (softmax_scale, fixed))
+    tensors, fixed = (grad_scores, q, pooled_kv, weights, topk_indices), fixed_order()
+    call, again = _played(_GRADIENTS, tensors, (softmax_scale,), before, fixed)
     if again is not None:
         return again
     grads: Gradients = TOPK_SCORES_GRAD(*tensors, softmax_scale)
@@ -262,11 +274,11 @@ def gradient_at_ids(
 
 def dense_gradient(
     grad_scores: torch.Tensor, q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor, compress_ratio: int,
-    softmax_scale: float, query_start: int,
+    softmax_scale: float, query_start: int, *, before: Forward | None = None,
 ) -> Gradients:  # fmt: skip
     """SCORES_GRAD of torch_bridge_kernels, by its program where it came before."""
     tensors, options = (grad_scores, q, pooled_kv, weights), (compress_ratio, softmax_scale, query_start)
-    call, again = _played(_DENSE_GRADIENTS, tensors, options)
+    call, again = _played(_DENSE_GRADIENTS, tensors, options, before)
     if again is not None:
         return again
     from .torch_bridge_kernels import SCORES_GRAD
@@ -282,13 +294,16 @@ def dense_gradient(
 
 
 def _played(
-    programs: Programs, tensors: tuple[torch.Tensor, ...], options: tuple[Any, ...]
-) -> tuple[Told | None, Gradients | None]:
+    programs: Programs, tensors: tuple[torch.Tensor, ...], options: tuple[Any, ...], before: Forward | None,
+    *others: Any,
+) -> tuple[Told | None, Gradients | None]:  # fmt: skip
     """What a gradient call on a GPU is known by, and its results where it came before."""
     if not tensors[1].is_cuda:
         return None, None
-    call, program = known(programs, tensors, (*options, _launches().cuda_grad_kernels.forced_path))
+    others = (*others, forced_path())
+    call, program = known(programs, tensors, (*options, *others))
     if call is None or program is None:
         return call, None
+    remember_gradient(before, call, program, *others)
     grad_q, grad_kv, grad_weights = run(program, call)
     return call, (grad_q, grad_kv, grad_weights)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from .. import _bridge
-from .._bridge_programs import Told, known, run, settle
+from .._bridge_programs import Forward, Told, forward_of, gradient_of, known, remember_gradient, run, settle, watched
 from .._programs import Program, Programs
 from .._torch_backend import choose
 from . import contract, ops, reference
@@ -128,6 +128,7 @@ def _fake_backward(grad_y: torch.Tensor, x: torch.Tensor, repeat: int, eps: floa
     return x.new_empty(x.shape)
 
 
+@watched
 class _Normalize(torch.autograd.Function):
     """NORMALIZE with NORMALIZE_GRAD as its gradient. Asked for a graph of the gradient (create_graph), it takes the
     reference's, which torch differentiates again."""
@@ -137,25 +138,32 @@ class _Normalize(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, repeat: int, eps: float, ready: tuple[Program, Told] | None = None
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.numbers = repeat, eps
+        ctx.numbers, ctx.before = (repeat, eps), None
         if ready is not None:
-            program, call = ready
-            return run(program, call)[0]
+            ctx.before = forward_of(*ready)
+            return run(*ready)[0]
         with _bridge.below_autograd():
             return NORMALIZE(x, repeat, eps)
 
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[Any, ...]:
-        (x,) = ctx.saved_tensors
-        return gradient(grad_y, x, *ctx.numbers), *(None,) * (len(ctx.needs_input_grad) - 1)
+        saved, before = ctx.saved_tensors, ctx.before
+        if before is not None:
+            again = gradient_of(before, saved, grad_y)
+            if again is not None:
+                return again[0], None, None, None
+        return gradient(grad_y, *saved, *ctx.numbers, before=before), *(None,) * (len(ctx.needs_input_grad) - 1)
 
 
-def gradient(grad_y: torch.Tensor, x: torch.Tensor, repeat: int, eps: float) -> torch.Tensor:
+def gradient(
+    grad_y: torch.Tensor, x: torch.Tensor, repeat: int, eps: float, *, before: Forward | None = None
+) -> torch.Tensor:
     """NORMALIZE_GRAD, by its program where it came before; where gradients are enabled, the reference's."""
     if torch.is_grad_enabled():
         return _reference_backward(grad_y, x, repeat, eps)
     call, program = known(_GRADIENTS, (grad_y, x), (repeat, eps))
     if call is not None and program is not None:
+        remember_gradient(before, call, program)
         return run(program, call)[0]
     grad_x: torch.Tensor = NORMALIZE_GRAD(grad_y, x, repeat, eps)
     if call is not None:

@@ -18,6 +18,7 @@ from . import (
     contract_cudnn,
     ops,
     reference,
+    torch_bridge_checks,
     torch_bridge_cudnn,
     torch_bridge_cudnn_ops,
     torch_bridge_kernels,
@@ -113,9 +114,9 @@ def dsv4_sparse_attention(
         return (out, lse) if return_lse else out
     arguments = q, kv, sinks, topk_idxs, sm_scale, plan, reference_rounding, all_rows_nonempty, return_lse
     if (unfit := missing) is None:
-        spec, unfit = torch_bridge_kernels.checked(*arguments)
+        spec, unfit = torch_bridge_checks.checked(*arguments)
     else:
-        spec = torch_bridge_kernels.check(*arguments)
+        spec = torch_bridge_checks.check(*arguments)
     picked = choose(
         "dsv4_sparse_attention",
         backend,

@@ -13,39 +13,12 @@ import torch
 
 from .. import _bridge
 from .._arrays import dtype_name
-from .._bridge_programs import Told, known, run, settle
+from .._bridge_programs import Forward, Told, forward_of, gradient_of, known, remember_gradient, run, settle, watched
 from .._plan import SparseIndexPlan
 from .._programs import Making, Program, Programs
 from . import contract, reference
 from .contract import Spec
-
-
-def check(
-    q: Any, kv: Any, sinks: Any, topk_idxs: Any, sm_scale: Any, plan: Any = None, reference_rounding: Any = False,
-    all_rows_nonempty: Any = False, return_lse: Any = False,
-) -> Spec:  # fmt: skip
-    """The Spec of a forward call."""
-    flags = {"reference_rounding": reference_rounding, "all_rows_nonempty": all_rows_nonempty, "return_lse": return_lse}
-    return contract.check(q, kv, sinks, topk_idxs, sm_scale, plan=plan, **flags)
-
-
-@_bridge.remembered
-def checked(q: Any, kv: Any, *others: Any) -> tuple[Spec, str | None]:
-    """What `check` says, and why the CUDA kernels cannot take the tensors (None: they can)."""
-    return check(q, kv, *others), contract.kernels_unfit(q, kv)
-
-
-@_bridge.remembered
-def _checked_grad(
-    grad_out: Any, q: Any, kv: Any, sinks: Any, topk_idxs: Any, out: Any, lse: Any, sm_scale: float,
-    deterministic: bool, workspace_bytes: int,
-) -> tuple[Spec, str | None]:  # fmt: skip
-    """The same of a gradient call, whose further arguments are those of its operator."""
-    spec = contract.check_grad(
-        grad_out, q, kv, sinks, topk_idxs, out, lse, sm_scale,
-        backward_impl="deterministic" if deterministic else "atomic", backward_workspace_bytes=workspace_bytes,
-    )  # fmt: skip
-    return spec, contract.kernels_unfit(q, kv)
+from .torch_bridge_checks import checked, checked_grad
 
 
 @functools.cache  # an import statement in each call takes half a microsecond
@@ -106,7 +79,7 @@ def _cuda_backward(
     out: torch.Tensor, lse: torch.Tensor, sm_scale: float, deterministic: bool,
     workspace_bytes: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    spec, unfit = _checked_grad(
+    spec, unfit = checked_grad(
         grad_out, q, kv, sinks, topk_idxs, out, lse, sm_scale, deterministic, workspace_bytes
     )  # fmt: skip
     if unfit is not None:
@@ -147,7 +120,7 @@ def _reference_backward(
     out: torch.Tensor, lse: torch.Tensor, sm_scale: float, deterministic: bool,
     workspace_bytes: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    spec, _ = _checked_grad(
+    spec, _ = checked_grad(
         grad_out, q, kv, sinks, topk_idxs, out, lse, sm_scale, deterministic, workspace_bytes
     )  # fmt: skip
     return _reference_gradient(grad_out, q, kv, sinks, topk_idxs, out, lse, spec, deterministic, workspace_bytes)
@@ -180,6 +153,7 @@ def _fake_backward(
     return q.new_empty(q.shape), kv.new_empty(kv.shape), sinks.new_empty(sinks.shape)
 
 
+@watched
 class _Attend(torch.autograd.Function):
     """ATTEND with ATTEND_GRAD as its gradient. Asked for a graph of the gradient (create_graph), or for the gradient of
     lse, it takes the reference's, which torch differentiates."""
@@ -190,8 +164,11 @@ class _Attend(torch.autograd.Function):
         reference_rounding: bool, deterministic: bool, workspace_bytes: int, ready: tuple[Program, Told] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         ctx.options = options = sm_scale, reference_rounding, deterministic, workspace_bytes
+        ctx.before = None
         if ready is not None:
             out, lse = _attended(*ready, sinks)
+            if sinks.dtype == torch.float32:  # the kernels read others from a copy of each call's own
+                ctx.before = forward_of(*ready, out, lse)
         else:
             with _bridge.below_autograd():
                 out, lse = ATTEND(q, kv, sinks, topk_idxs, *options)
@@ -201,7 +178,12 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
-        q, kv, sinks, topk_idxs, out, lse = ctx.saved_tensors
+        saved, before = ctx.saved_tensors, ctx.before
+        if before is not None and grad_lse is None:
+            grads = gradient_of(before, saved, grad_out, gradient_launches().forced_path)
+            if grads is not None:
+                return (*grads, None, None, None, None, None, None)
+        q, kv, sinks, topk_idxs, out, lse = saved
         sm_scale, reference_rounding, deterministic, workspace_bytes = ctx.options
         contract.check_differentiable(reference_rounding)
         others = (None,) * (len(ctx.needs_input_grad) - 3)
@@ -209,7 +191,7 @@ class _Attend(torch.autograd.Function):
             return (None, None, None, *others)
         if grad_out is not None and grad_lse is None and not torch.is_grad_enabled():
             options = sm_scale, deterministic, workspace_bytes
-            return (*gradient(grad_out, q, kv, sinks, topk_idxs, out, lse, *options), *others)
+            return (*gradient(grad_out, q, kv, sinks, topk_idxs, out, lse, *options, before=before), *others)
         if q.is_cuda:
             contract.check_kernel_gradient(deterministic, "gradients of lse, nor graphs of a gradient (create_graph)")
         return (*_differentiated(q, kv, sinks, topk_idxs, sm_scale, grad_out, grad_lse), *others)
@@ -299,20 +281,23 @@ def noted(call: Told | None, spec: Spec, reference_rounding: bool) -> None:
 def gradient(
     grad_out: torch.Tensor, q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor, topk_idxs: torch.Tensor,
     out: torch.Tensor, lse: torch.Tensor, sm_scale: float, deterministic: bool, workspace_bytes: int,
+    *, before: Forward | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """ATTEND_GRAD, by its program where it came before."""
     tensors, options = (grad_out, q, kv, sinks, topk_idxs, out, lse), (sm_scale, deterministic, workspace_bytes)
     call = program = None
     if q.is_cuda:
-        call, program = known(_GRADIENTS, tensors, (*options, gradient_launches().forced_path))
+        forced = gradient_launches().forced_path
+        call, program = known(_GRADIENTS, tensors, (*options, forced))
     if call is not None and program is not None:
+        remember_gradient(before, call, program, forced)
         sinks32 = _bridge.cast(sinks, torch.float32)
         call.addresses[3] = sinks32.data_ptr()
         grad_q, grad_kv, grad_sinks = run(program, call)
         return grad_q, grad_kv, _bridge.cast(grad_sinks, sinks.dtype)
 
     def note(making: Making) -> int | None:
-        spec, unfit = _checked_grad(*tensors, *options)
+        spec, unfit = checked_grad(*tensors, *options)
         return None if unfit else _notes().backward(spec, deterministic, workspace_bytes, making)
 
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = ATTEND_GRAD(*tensors, *options)
