@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 
@@ -141,13 +142,16 @@ def test_the_hosts_time_is_by_its_own_clock_from_an_idle_gpu(monkeypatch):
     def call():
         clock[0] += 0.001 if log.count("idle") < 3 else 0.004
         log.append("call")
+        collecting.append(gc.isenabled())
 
     monkeypatch.setattr("cupy.cuda.Device", Device)
     monkeypatch.setattr(bench_gpu.time, "perf_counter", lambda: clock[0])
+    collecting = []
     timing = bench_gpu.HostTiming([call], 2)
     assert log == ["call"]
     timing.samples = 3
     timing.take()
+    assert collecting == [True] + [False] * (len(log) - 4) and gc.isenabled()
     batch = ["idle"] + ["call"] * timing.batch
     assert log == ["call", *batch * 3] and 20 < timing.batch < 100
     assert timing.median() == pytest.approx(1.0)  # ms: of 1, 1 and 4

@@ -8,6 +8,7 @@ that none is still in the L2 cache when its turn comes. Each case is one functio
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import random
 import statistics
@@ -232,7 +233,8 @@ class Timing:
 class HostTiming(Timing):
     """Samples of the host's time of a call: batches by the host's clock, the GPU idle before each.
 
-    A batch has few enough calls to be queued before a launch would have to wait for an earlier one.
+    A batch has few enough calls to be queued before a launch would have to wait for an earlier one. Python's garbage
+    collector is off meanwhile, as in timeit.
     """
 
     BATCH, LEAST = 24, 40  # calls; samples of a turn
@@ -246,13 +248,19 @@ class HostTiming(Timing):
         """One turn."""
         import cupy
 
-        for _ in range(self.samples):
-            cupy.cuda.Device().synchronize()
-            begin = time.perf_counter()
-            for n in range(self._next, self._next + self.batch):
-                self.calls[n % len(self.calls)]()
-            self._taken.append(1e3 * (time.perf_counter() - begin) / self.batch)
-            self._next += self.batch
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            for _ in range(self.samples):
+                cupy.cuda.Device().synchronize()
+                begin = time.perf_counter()
+                for n in range(self._next, self._next + self.batch):
+                    self.calls[n % len(self.calls)]()
+                self._taken.append(1e3 * (time.perf_counter() - begin) / self.batch)
+                self._next += self.batch
+        finally:
+            if collects:
+                gc.enable()
 
 
 def prepared(calls: list[Call], repeats: int, rounds: int = ROUNDS) -> Timing:

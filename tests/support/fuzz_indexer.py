@@ -222,7 +222,7 @@ class ScoresOp(Op):
         # A product of an unseen pair with NaN is no NaN: such pairs are zeros here.
         rows = torch.where(seen[..., None], rows, 0.0)
         (gq, eq), (parts, bounds, noises), (gw, ew) = oracle64.index_scores_grad(
-            g, q, rows, w, self._scale(case), acc, half, seen
+            g, q, rows, w, self._scale(case), acc, half, seen, self._alike(case, held, seen)
         )
         if self.slots:
             at = Attention.__new__(Attention)
@@ -243,6 +243,22 @@ class ScoresOp(Op):
                 v.equal(f"{label}, least workspace", got[3 + n], got[n])
             elif len(got) > 3:
                 v.close(f"{label}, least workspace", got[3 + n], rounded(*pair, dtype), dtype)
+
+    def _alike(self, case: dict, held: dict, seen: torch.Tensor) -> torch.Tensor | None:
+        """[B, S, P or T]: how many terms of one sum may have equal numbers. With few different incoming gradients these
+        are the slots of a query that name one entry; where the queries' weights are equal too, those of all queries."""
+        if case["g values"] == "normal" and case["g layout"] != "stride 0":
+            return None
+        count = seen.double()
+        if self.slots:
+            ids = torch.where(seen, value(held["ids"]), 0).long()
+            entries = max(1, held["k"].view.shape[1])
+            named = count.new_zeros((*ids.shape[:2], entries)).scatter_add_(2, ids, count)
+        else:
+            named = count
+        if case["values"] in ("equal", "integers") or case["w layout"] == "stride 0":
+            named = named.sum(1, keepdim=True).expand_as(named)
+        return (named.gather(2, ids) if self.slots else named).clamp(min=1.0)
 
     def _by_integers(self, way: Way, case: dict) -> bool:
         """grad_k is a sum of scaled integers: kernels, asked for a fixed order."""

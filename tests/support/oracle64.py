@@ -7,7 +7,7 @@ need no table:
 
 - `unit` (UNIT), STEP: rounding of a product's operand or a result to the input dtype, half a unit in the last place, of
   float16 below its normal numbers half a step. Attention takes the sum of magnitudes. The indexer takes those of many
-  operands as independent: they add as squares, and SIGMAS times their root is allowed.
+  operands as independent, but for equal ones: they add as squares, and SIGMAS times their root is allowed.
 - `acc` (ACC): arithmetic of the compute dtype: sums in any order, exponentials, the hardware's shorter mantissas. It
   multiplies the sum of magnitudes.
 - `least` (LEAST): what a dtype cannot tell from 0 (float16 operands below its normal numbers; flushed float32 numbers).
@@ -259,12 +259,16 @@ def index_scores(q, rows, weights, scale: float, acc: float) -> Pair:
     return value, error.nan_to_num(0.0) + LEAST["float32"]
 
 
-def index_scores_grad(g, q, rows, weights, scale: float, acc: float, half: str | None, seen) -> tuple[Any, ...]:
+def index_scores_grad(
+    g, q, rows, weights, scale: float, acc: float, half: str | None, seen, alike=None
+) -> tuple[Any, ...]:
     """(value, bound) of the gradients of q and of weights; (values, bounds, squares) of that of rows [B, S, P, E], one
     copy a query, to be summed.
 
     g and seen [B, S, P]. half: the dtype that operands of products are rounded to. Where the sign of a logit is within
-    its error, the whole term may be there or not.
+    its error, the whole term may be there or not. alike [B, S, P]: how many terms of one sum have a term's very
+    numbers, so that their operands are rounded in one direction and n errors add up to n of them, not to sqrt(n); None:
+    one each.
     """
     unit, least = (0.0, 0.0) if half is None else (UNIT[half], LEAST[half] if half == "float16" else 0.0)
     long = acc * (1 + max(q.shape[1] * q.shape[2], rows.shape[2]) / SHORT)
@@ -276,6 +280,8 @@ def index_scores_grad(g, q, rows, weights, scale: float, acc: float, half: str |
     unsure = torch.where(seen & (logits.abs() <= acc * size), 1.0, 0.0)
     flow, doubt = g[:, :, None, :] * on, g.abs()[:, :, None, :] * (unsure + acc * on)
     noise, least = (unit * flow).square(), least**2 * on
+    if alike is not None:
+        noise, least = noise * alike[:, :, None, :], least * alike[:, :, None, :]
     w, across = weights[..., None], rows.abs()
     grad_q = w * (flow @ rows)
     noise_q = ((noise * w.square() + least * (1 + w.square())) @ rows.square()).sqrt()
