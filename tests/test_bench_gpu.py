@@ -10,7 +10,7 @@ import pytest
 
 import dsv4cp
 from dsv4cp.__main__ import main
-from dsv4cp.commands import bench, bench_gpu, bench_gpu_cases, bench_peers, machine
+from dsv4cp.commands import bench, bench_gpu, bench_gpu_cases, bench_peers, bench_timing, machine
 from dsv4cp.commands.bench_gpu import Case, Ceilings, Entry
 
 CEILINGS = Ceilings(flops=8e11, bytes=4e9, scatter=3e9)  # per ms
@@ -61,19 +61,24 @@ class Taken:
         return self.found[0]
 
 
+def measured(case, entries, ceilings, repeats):
+    [made] = bench_gpu.measured([(case, entries)], ceilings, repeats)
+    return made
+
+
 def entry(function, sets=({"x": 1}, {"x": 2}), name="dsv4cp"):
     return Entry(name, function, list(sets))
 
 
 def test_a_row_has_time_rate_and_share(monkeypatch):
     monkeypatch.setattr(bench_gpu, "prepared", Taken)
-    [made] = bench_gpu.measured(case(bytes=4e9), [entry(lambda x: 2.0)], CEILINGS, 3)
+    [made] = measured(case(bytes=4e9), [entry(lambda x: 2.0)], CEILINGS, 3)
     assert made == {
         "case": "op", "size": "S8", "implementation": "dsv4cp", "ms": 2.0, "gbs": 2000.0, "floor_ms": 1.0, "share": 0.5,
     }  # fmt: skip
-    [made] = bench_gpu.measured(case(flops=8e11), [entry(lambda x: 2.0)], CEILINGS, 3)
+    [made] = measured(case(flops=8e11), [entry(lambda x: 2.0)], CEILINGS, 3)
     assert made["tflops"] == 400.0 and made["share"] == 0.5
-    [made] = bench_gpu.measured(case(bytes=1, launch_bound=True), [entry(lambda x: 2.0)], CEILINGS, 3)
+    [made] = measured(case(bytes=1, launch_bound=True), [entry(lambda x: 2.0)], CEILINGS, 3)
     assert made["ms"] == 2.0 and "floor_ms" not in made
 
 
@@ -84,16 +89,41 @@ def test_implementations_take_turns_with_all_their_sets(monkeypatch):
         entry(lambda x, name=name: calls.append((name, x)) or 1.0, [{"x": 1}, {"x": 2}][:sets], name)
         for name, sets in (("us", 2), ("peer", 1))
     ]
-    bench_gpu.measured(case(bytes=1), entries, CEILINGS, 3)
+    measured(case(bytes=1), entries, CEILINGS, 3)
     us, peer = [("us", 1), ("us", 2)], [("peer", 1)]
-    assert bench_gpu.ROUNDS == 3 and calls[:3] == [*us, *peer] and sorted(calls) == sorted(3 * [*us, *peer])
+    assert bench_timing.ROUNDS == 3 and calls[:3] == [*us, *peer] and sorted(calls) == sorted(3 * [*us, *peer])
+
+
+def test_host_times_of_all_cases_take_turns_together(monkeypatch):
+    """A few slow seconds of the machine fall on some rounds of every row, not on all rounds of one."""
+    pytest.importorskip("cupy")
+    monkeypatch.setattr(bench_gpu, "HostTiming", Taken)
+    monkeypatch.setattr(bench_gpu, "release", lambda _: None)
+    monkeypatch.setattr("dsv4cp.commands.bench_ceilings.rows", lambda **_: iter([CEILINGS]))
+    monkeypatch.setattr(bench_gpu_cases, "CASES", ())
+    monkeypatch.setattr("dsv4cp.commands.bench_gpu_layers.cases", lambda: [])
+    calls = []
+
+    def host(tiny, name):
+        ours = {entry: lambda entry=entry: calls.append((name, entry)) or 2.0 for entry in ("call", "launches")}
+        return Case("host time of a call", name, "host", [{}], ours, launch_bound=True, host=True)
+
+    names = ["Sinkhorn", "planning", "scores"]
+    makes = [lambda tiny, name=name: host(tiny, name) for name in names]
+    monkeypatch.setattr("dsv4cp.commands.bench_host.cases", lambda: makes)
+    rows = list(bench_gpu.rows(peers=False, tiny=False, repeats=1, say=lambda _: None))
+    every = [(name, entry) for name in names for entry in ("call", "launches")]
+    assert [(row["size"], row["implementation"], row["ms"]) for row in rows] == [(*x, 2.0) for x in every]
+    rounds = [calls[n : n + len(every)] for n in range(0, len(calls), len(every))]
+    assert len(rounds) == bench_timing.HOST_ROUNDS == 12 and all(sorted(x) == sorted(every) for x in rounds)
+    assert len(set(map(tuple, rounds))) > 6, "the order changes"
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 7, 12])
 def test_nobody_goes_after_the_same_one_twice(count):
-    orders = bench_gpu.orders(count)
-    assert len(orders) == bench_gpu.ROUNDS and all(sorted(order) == list(range(count)) for order in orders)
-    assert orders == bench_gpu.orders(count)
+    orders = bench_timing.orders(count)
+    assert len(orders) == bench_timing.ROUNDS and all(sorted(order) == list(range(count)) for order in orders)
+    assert orders == bench_timing.orders(count)
     row = [n for order in orders for n in order]
     pairs = list(itertools.pairwise(row))
     if count > 4:
@@ -105,11 +135,11 @@ def test_a_failure_is_a_row_and_an_exit_status(monkeypatch, capsys):
         raise RuntimeError("out of order")
 
     monkeypatch.setattr(bench_gpu, "prepared", Taken)
-    made = bench_gpu.measured(case(bytes=1), [entry(fail), entry(lambda x: 1.0)], CEILINGS, 3)
+    made = measured(case(bytes=1), [entry(fail), entry(lambda x: 1.0)], CEILINGS, 3)
     assert made[0]["failed"] == "RuntimeError: out of order" and "ms" not in made[0]
     assert made[1]["ms"] == 1.0 and "failed" not in made[1]
     monkeypatch.setattr(bench_gpu, "prepared", lambda calls, repeats: calls[0]())
-    [early] = bench_gpu.measured(case(bytes=1), [entry(fail)], CEILINGS, 3)
+    [early] = measured(case(bytes=1), [entry(fail)], CEILINGS, 3)
     assert early["failed"] == "RuntimeError: out of order"
     monkeypatch.setattr(bench_gpu, "missing", lambda: None)
     monkeypatch.setattr(bench_gpu, "rows", lambda **_: iter(made))
@@ -122,8 +152,8 @@ def test_a_turn_measures_batches_and_goes_on_where_the_last_ended(monkeypatch):
     order = []
     monkeypatch.setattr("cupy.cuda.get_current_stream", lambda: type("S", (), {"synchronize": lambda _: None})())
     monkeypatch.setattr("cupy.cuda.get_elapsed_time", lambda begin, end: 10.0 * (1 + begin))
-    monkeypatch.setattr(bench_gpu, "_sample", lambda calls, first, count: order.append((first, count)) or (first, 0))
-    timing = bench_gpu.Timing([lambda: None], batch=2, samples=2)
+    monkeypatch.setattr(bench_timing, "_sample", lambda calls, first, count: order.append((first, count)) or (first, 0))
+    timing = bench_timing.Timing([lambda: None], batch=2, samples=2)
     timing.take()
     timing.take()
     assert order == [(0, 2), (2, 2), (4, 2), (6, 2)]
@@ -145,9 +175,9 @@ def test_the_hosts_time_is_by_its_own_clock_from_an_idle_gpu(monkeypatch):
         collecting.append(gc.isenabled())
 
     monkeypatch.setattr("cupy.cuda.Device", Device)
-    monkeypatch.setattr(bench_gpu.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(bench_timing.time, "perf_counter", lambda: clock[0])
     collecting = []
-    timing = bench_gpu.HostTiming([call], 2)
+    timing = bench_timing.HostTiming([call], 2)
     assert log == ["call"]
     timing.samples = 3
     timing.take()
@@ -163,17 +193,17 @@ def test_the_hosts_time_is_by_its_own_clock_from_an_idle_gpu(monkeypatch):
 def test_short_calls_have_batches_and_rounds_share_the_samples(monkeypatch):
     pytest.importorskip("cupy")
     monkeypatch.setattr("cupy.cuda.get_current_stream", lambda: type("S", (), {"synchronize": lambda _: None})())
-    monkeypatch.setattr(bench_gpu, "_sample", lambda calls, first, count: (0, 0))
+    monkeypatch.setattr(bench_timing, "_sample", lambda calls, first, count: (0, 0))
     for call_ms, repeats, batch, samples in ((0.01, 7, 25, 47), (100.0, 7, 1, 3), (0.5, 2, 1, 14)):
         monkeypatch.setattr("cupy.cuda.get_elapsed_time", lambda begin, end, ms=call_ms: 3 * ms)
-        timing = bench_gpu.prepared([lambda: None], repeats)
+        timing = bench_timing.prepared([lambda: None], repeats)
         assert (timing.batch, timing.samples) == (batch, samples), call_ms
 
 
 def test_peers_get_the_ratio_to_our_best_row(monkeypatch):
     monkeypatch.setattr(bench_gpu, "prepared", Taken)
     ours = [{"ms": 2.0}, {"ms": 3.0}, {"failed": "x"}]
-    theirs = bench_gpu.measured(
+    theirs = measured(
         case(bytes=1), [entry(lambda x: 6.0, name="Peer 1"), entry(broken, name="Peer 2")], CEILINGS, 3
     )
     made = list(bench_gpu.compared(ours, theirs))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .bench_gpu import Ceilings, release, timed
+from .bench_gpu import Ceilings, release
+from .bench_timing import timed
 
 GEMM, COPY, ROWS, WIDTH, TABLE = 8192, 4 << 30, 1 << 22, 512, 5120
 TINY = {"gemm": 512, "copy": 1 << 20, "rows": 1 << 10}

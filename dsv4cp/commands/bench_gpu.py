@@ -8,26 +8,18 @@ that none is still in the L2 cache when its turn comes. Each case is one functio
 from __future__ import annotations
 
 import functools
-import gc
-import itertools
-import random
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from .. import _backend
+from .bench_timing import HOST_ROUNDS, ROUNDS, Call, HostTiming, Timing, orders, prepared
 
-Call = Callable[[], Any]
 Function = Callable[..., Any]  # of one input set's arrays, by name
 Say = Callable[[str], None]
 T = TypeVar("T")
 
-SECONDS = 0.25  # of GPU time for one row
-SHORT = 0.25  # ms: calls shorter than this are timed in batches of about this length
 MOST_SETS = 512
-ROUNDS, TRIES = 3, 1000  # turns of each implementation of a case; orders that are drawn for one of them
 
 
 @dataclass(frozen=True)
@@ -95,11 +87,32 @@ def rows(*, peers: bool, tiny: bool, repeats: int, say: Say, only: str = "") -> 
             ceilings = found
         else:
             yield found
-    for make in (*bench_gpu_cases.CASES, *bench_gpu_layers.cases(), *bench_host.cases()):
+    alone = [[make] for make in (*bench_gpu_cases.CASES, *bench_gpu_layers.cases())]
+    for makes in (*alone, bench_host.cases()):
+        wanted = [make for make in makes if not only or _is_wanted(make, only)]
+        yield from _together(wanted, ceilings, peers=peers, tiny=tiny, repeats=repeats, say=say)
+        release(cupy)
+
+
+Make = Callable[[bool], Case]  # of whether it shall be tiny
+
+
+def _is_wanted(make: Make, only: str) -> bool:
+    """Whether a word of `only` is in the case's name; a case that cannot be made has none, and is to be heard of."""
+    try:
+        name = make(True).name.lower()
+    except Exception:
+        return True
+    return any(word.lower() in name for word in only.split(","))
+
+
+def _together(
+    makes: Sequence[Make], ceilings: Ceilings | None, *, peers: bool, tiny: bool, repeats: int, say: Say
+) -> Iterator[dict[str, Any]]:
+    """Rows of cases that are measured together."""
+    group: list[tuple[Case, list[Entry], list[Entry]]] = []  # with entries of ours and of peers
+    for make in makes:
         try:
-            name = make(True).name.lower() if only else ""
-            if only and not any(word.lower() in name for word in only.split(",")):
-                continue
             case = make(tiny)
         except Exception as error:
             name = getattr(make, "func", make).__name__
@@ -107,14 +120,13 @@ def rows(*, peers: bool, tiny: bool, repeats: int, say: Say, only: str = "") -> 
             continue
         say(f"{case.name}: {case.size}")
         ours = [Entry(name, function, case.sets) for name, function in case.ours.items()]
-        theirs = _peers(case, say) if peers else []
-        made = measured(case, [*ours, *theirs], ceilings, repeats)
+        group.append((case, ours, _peers(case, say) if peers else []))
+    found = measured([(case, [*ours, *theirs]) for case, ours, theirs in group], ceilings, repeats)
+    for (_, ours, _), made in zip(group, found, strict=True):
         for row in made:
             say(f"  {row['implementation']}: {row.get('failed', row.get('ms'))}")
         yield from made[: len(ours)]
         yield from compared(made[: len(ours)], made[len(ours) :])
-        del case, ours, theirs
-        release(cupy)
 
 
 def _peers(case: Case, say: Say) -> list[Entry]:
@@ -138,45 +150,34 @@ def by_cudnn(row: dict[str, Any]) -> bool:
 
 
 def measured(
-    case: Case, entries: Sequence[Entry], ceilings: Ceilings | None, repeats: int
-) -> list[dict[str, Any]]:
-    """A row for each entry; "failed" in it says why there is no time. A long run is not given up for one failure.
+    group: Sequence[tuple[Case, Sequence[Entry]]], ceilings: Ceilings | None, repeats: int
+) -> list[list[dict[str, Any]]]:
+    """For each case a row for each entry; "failed" in it says why there is no time. A long run is not given up for one
+    failure.
 
-    The entries take turns in ROUNDS rounds, in each after others (`orders`): a card that has just had a pause, or
+    All entries of the group take turns in rounds, in each after others (`orders`): a card that has just had a pause, or
     lighter work, runs faster for a while, and one that is hot or short of power slower, so that a place in the order,
     and who went before, would be worth several percent.
     """
-    made: list[dict[str, Any]] = []
-    timings: list[Timing | None] = []
-    for entry in entries:
-        made.append({"case": case.name, "size": case.size, "implementation": entry.implementation})
-        prepare = functools.partial(HostTiming, entry.calls(), repeats) if case.host else functools.partial(
-            prepared, entry.calls(), repeats
-        )  # fmt: skip
-        timings.append(_unless_it_fails(made[-1], prepare))
-    for order in orders(len(made)):
+    made: list[list[dict[str, Any]]] = []
+    taken: list[tuple[Case, dict[str, Any], Timing | None]] = []
+    for case, entries in group:
+        made.append([])
+        for entry in entries:
+            row = {"case": case.name, "size": case.size, "implementation": entry.implementation}
+            prepare = HostTiming if case.host else prepared
+            made[-1].append(row)
+            taken.append((case, row, _unless_it_fails(row, functools.partial(prepare, entry.calls(), repeats))))
+    rounds = HOST_ROUNDS if any(case.host for case, _ in group) else ROUNDS
+    for order in orders(len(taken), rounds):
         for n in order:
-            row, timing = made[n], timings[n]
+            _, row, timing = taken[n]
             if timing is not None and "failed" not in row:
                 _unless_it_fails(row, timing.take)
-    return [
-        _rated(case, row, timing.median(), ceilings) if timing is not None and "failed" not in row else row
-        for row, timing in zip(made, timings, strict=True)
-    ]
-
-
-def orders(count: int) -> list[list[int]]:
-    """ROUNDS orders, in a row, in which nobody has the same predecessor twice where there are enough to choose from."""
-    draws, chosen = random.Random(count), [list(range(count))]
-    while len(chosen) < ROUNDS:
-        one_row = list(itertools.chain(*chosen))
-        used = set(itertools.pairwise(one_row))
-        for _ in range(TRIES):
-            order = draws.sample(range(count), count)
-            if used.isdisjoint(itertools.pairwise([*one_row[-1:], *order])) and order[:1] != one_row[-1:]:
-                break
-        chosen.append(order)
-    return chosen
+    for case, row, timing in taken:
+        if timing is not None and "failed" not in row:
+            _rate(case, row, timing.median(), ceilings)
+    return made
 
 
 def _unless_it_fails(row: dict[str, Any], call: Callable[[], T]) -> T | None:
@@ -187,115 +188,20 @@ def _unless_it_fails(row: dict[str, Any], call: Callable[[], T]) -> T | None:
         return None
 
 
-def _rated(case: Case, row: dict[str, Any], ms: float, ceilings: Ceilings | None) -> dict[str, Any]:
-    """The row with its time, rate and share of the floor."""
+def _rate(case: Case, row: dict[str, Any], ms: float, ceilings: Ceilings | None) -> None:
+    """Adds the row's time, rate and share of the floor."""
     row["ms"] = ms
     if case.flops:
         row["tflops"] = case.flops / ms / 1e9
     elif case.bytes or case.scatter:
         row["gbs"] = (case.bytes or case.scatter) / ms / 1e6
     floor = case.floor(ceilings) if ceilings else None
-    return row | ({"floor_ms": floor, "share": floor / ms} if floor is not None else {})
+    if floor is not None:
+        row |= {"floor_ms": floor, "share": floor / ms}
 
 
 def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:300]}"
-
-
-class Timing:
-    """Samples of one implementation's calls on the current stream, by CUDA events, the calls taking turns.
-
-    All samples of a turn are queued before the host waits, so that a sample of a long call is GPU time alone. A sample
-    of short calls is a batch of them, divided by their number: where Python is slower than the GPU, that is Python's.
-    """
-
-    def __init__(self, calls: list[Call], batch: int, samples: int) -> None:
-        self.calls, self.batch, self.samples = calls, batch, samples
-        self._taken: list[float] = []
-        self._next = 0
-
-    def take(self) -> None:
-        """One turn."""
-        import cupy
-
-        events = []
-        for _ in range(self.samples):
-            events.append(_sample(self.calls, self._next, self.batch))
-            self._next += self.batch
-        cupy.cuda.get_current_stream().synchronize()
-        self._taken += [cupy.cuda.get_elapsed_time(*pair) / self.batch for pair in events]
-
-    def median(self) -> float:
-        """Milliseconds of a call."""
-        return statistics.median(self._taken)
-
-
-class HostTiming(Timing):
-    """Samples of the host's time of a call: batches by the host's clock, the GPU idle before each.
-
-    A batch has few enough calls to be queued before a launch would have to wait for an earlier one. Python's garbage
-    collector is off meanwhile, as in timeit.
-    """
-
-    BATCH, LEAST = 24, 40  # calls; samples of a turn
-
-    def __init__(self, calls: list[Call], repeats: int) -> None:
-        super().__init__(calls, self.BATCH, max(self.LEAST, repeats))
-        for call in calls[:3]:
-            call()
-
-    def take(self) -> None:
-        """One turn."""
-        import cupy
-
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            for _ in range(self.samples):
-                cupy.cuda.Device().synchronize()
-                begin = time.perf_counter()
-                for n in range(self._next, self._next + self.batch):
-                    self.calls[n % len(self.calls)]()
-                self._taken.append(1e3 * (time.perf_counter() - begin) / self.batch)
-                self._next += self.batch
-        finally:
-            if collects:
-                gc.enable()
-
-
-def prepared(calls: list[Call], repeats: int, rounds: int = ROUNDS) -> Timing:
-    """Compiles, warms up, and finds a turn's samples: together `repeats` at least, more of short calls."""
-    import cupy
-
-    stream = cupy.cuda.get_current_stream()
-    for call in calls[:2] * 2:
-        call()
-    stream.synchronize()
-    once = _sample(calls, 0, 3)
-    stream.synchronize()
-    estimate = max(cupy.cuda.get_elapsed_time(*once) / 3, 1e-3)
-    batch = max(1, round(SHORT / estimate))
-    samples = min(max(repeats, 1e3 * SECONDS / (estimate * batch)), 20 * repeats)
-    return Timing(calls, batch, -(-int(samples) // rounds))
-
-
-def timed(calls: list[Call], repeats: int) -> float:
-    """Median milliseconds of a call, in one turn."""
-    timing = prepared(calls, repeats, 1)
-    timing.take()
-    return timing.median()
-
-
-def _sample(calls: list[Call], first: int, count: int) -> tuple[Any, Any]:
-    """Events before and after `count` calls, the first of them number `first`."""
-    import cupy
-
-    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-    begin.record()
-    for n in range(first, first + count):
-        calls[n % len(calls)]()
-    end.record()
-    return begin, end
 
 
 def input_sets(bytes_each: int, tiny: bool) -> int:

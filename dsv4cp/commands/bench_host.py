@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .. import _kernels
-from .bench_gpu import Call, Case
+from .bench_gpu import Case
+from .bench_timing import Call
 
 QUERIES, HEADS, DIM, TOPK, RATIO = 64, 64, 512, 32, 4
 ENTRIES, INDEX_HEADS, INDEX_DIM = QUERIES // RATIO, 64, 128
