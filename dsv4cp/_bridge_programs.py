@@ -166,10 +166,10 @@ def remember_gradient(forward: Forward | None, call: Told, gradient: Program, *o
     if forward is None or call.device != forward.device or call.addresses[1:] != forward.addresses:
         return
     program, (incoming, *saved) = forward.program, _facts(call)
-    given, known_by = program.gradients.facts, program.gradients.known
+    given, found = program.gradients.facts, program.gradients.known
     results = [(*make, False) for make in program.makes[: len(saved) - len(given)]]
     if saved == given + results:  # nobody has changed these tensors
-        known_by[:] = [((*incoming[:3], call.device, others), gradient), *known_by[: MOST_GRADIENTS - 1]]
+        found[:] = [((*incoming[:3], call.device, others), gradient), *found[: MOST_GRADIENTS - 1]]
 
 
 def _facts(call: Told) -> list[tuple[Any, ...]]:
