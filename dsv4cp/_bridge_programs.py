@@ -178,9 +178,13 @@ def _facts(call: Told) -> list[tuple[Any, ...]]:
     return [(*told[n : n + 3], False) for n in range(0, len(told), 3)]
 
 
-def watched(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """A Function whose nodes have no `before` (a Forward) any more once somebody asks for what they have saved, to
-    hang hooks on it."""
+def playable(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """What applies a Function, whose nodes have `before` (a Forward or None), to calls that were told.
+
+    It leaves out function.apply's look for transforms of torch.func and for wrappers that they leave behind, a seventh
+    of such a call: `told` refuses both. The nodes lose `before` once somebody asks for what they have saved, to hang
+    hooks on it.
+    """
     node: Any = function._backward_cls  # type: ignore[attr-defined]
     raw = node._raw_saved_tensors
 
@@ -189,7 +193,8 @@ def watched(function: type[torch.autograd.Function]) -> type[torch.autograd.Func
         return raw.__get__(self)
 
     node._raw_saved_tensors = property(asked)
-    return function
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
 
 
 MOST_GRADIENTS = 8  # of one kind of forward calls; looked through one by one, which for a few is quicker than a hash

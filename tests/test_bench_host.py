@@ -69,6 +69,27 @@ def test_torchs_share_of_a_gradient_has_a_row_of_its_own(monkeypatch):
     assert torch.equal(case.ours[engine]()[0], leaf) and len(ran) == 2
 
 
+def test_torchs_share_of_a_call_with_gradients_has_a_row_of_its_own(monkeypatch):
+    torch = pytest.importorskip("torch")
+    made, leaf = [], torch.ones(3, requires_grad=True)
+
+    def call():
+        made.append(leaf * 2)
+        return made[-1]
+
+    parts = bench_host.with_gradients(call, [leaf, torch.zeros(2)], 3)
+    monkeypatch.setattr(bench_host, "calls", lambda: {"x": {bench_host.OURS: lambda: leaf.detach()} | parts})
+    made.clear()
+    case = bench_host.host(False, part="x")
+    assert len(made) == bench_host.WARM, "the row is of a call that came before"
+    assert list(case.ours) == [bench_host.OURS, bench_host.WITH, "torch's Function alone", "its launches alone: 0"]
+    assert case.ours[bench_host.WITH]() is made[-1]
+    for _ in range(3):  # the same results take a node of each call
+        (alone,) = case.ours["torch's Function alone"]()
+        assert torch.equal(alone, 2 * leaf) and not made[-1].grad_fn.name() == alone.grad_fn.name()
+        assert alone.grad_fn.saved_tensors[0] is leaf and len(alone.grad_fn.needs_input_grad) == 5
+
+
 def test_parts_need_torch(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert bench_host.cases() == []

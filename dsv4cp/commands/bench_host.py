@@ -1,8 +1,9 @@
 """Cases of what a call costs the host: inputs so small that the GPU waits for Python, forward and backward of each op.
 
 The rows "its launches alone" queue the kernels of one such call again, with the same arguments; what a call takes
-longer is checks, memory for results, and torch's autograd. Of a gradient two rows tell them apart: "without torch's
-engine" calls its node itself, "torch's engine alone" runs a node that hands out tensors which it has.
+longer is checks, memory for results, and torch's autograd, which further rows tell apart. Of a call with gradients
+"torch's Function alone" applies an autograd.Function that hands out tensors which it has; of a backward pass "without
+torch's engine" calls its node itself, and "torch's engine alone" runs a node that hands out tensors which it has.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .bench_timing import Call
 
 QUERIES, HEADS, DIM, TOPK, RATIO = 64, 64, 512, 32, 4
 ENTRIES, INDEX_HEADS, INDEX_DIM = QUERIES // RATIO, 64, 128
-OURS, WARM = "dsv4cp.torch_ops", 3
+OURS, WITH, WARM = "dsv4cp.torch_ops", "with gradients", 3
 ENOUGH = 16  # input sets, so that batches of calls have more than one to take
 
 
@@ -44,6 +45,27 @@ def recorded(queued: list[Call]) -> Iterator[None]:
     finally:
         for module, name, launch in doors:
             setattr(module, name, launch)
+
+
+def with_gradients(call: Call, tensors: list[Any], numbers: int) -> dict[str, Call]:
+    """A call that leaves a node, and an autograd.Function that computes nothing, of so many tensors and numbers."""
+    import torch
+
+    results = call()
+    results = tuple(x.detach() for x in (results if isinstance(results, tuple) else (results,)))
+
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            ctx.save_for_backward(*inputs[: len(tensors)])
+            return results
+
+        @staticmethod
+        def backward(ctx: Any, *_: Any) -> Any:
+            return ctx.saved_tensors
+
+    others = range(numbers)
+    return {WITH: call, "torch's Function alone": lambda: Nothing.apply(*tensors, *others)}
 
 
 def gradient(out: Any, leaves: list[Any], grad: Any) -> dict[str, Call]:
@@ -104,7 +126,8 @@ def calls() -> dict[str, dict[str, Call]]:
     ids = lists()
     planned = functools.partial(torch_ops.plan_dsv4_sparse_indices, ids, QUERIES + ENTRIES, "tilelang")
     attend = functools.partial(torch_ops.dsv4_sparse_attention, backend="tilelang", plan=planned())
-    out = warm(lambda: attend(*leaves, None, DIM**-0.5))
+    attended = functools.partial(attend, *leaves, None, DIM**-0.5)
+    out = warm(attended)
 
     matrices = torch.randn(QUERIES, 4, 4, device="cuda")
     sinkhorn = functools.partial(torch_ops.dsv4_sinkhorn_normalize, backend="tilelang", repeat=20, eps=1e-6)
@@ -116,18 +139,28 @@ def calls() -> dict[str, dict[str, Call]]:
     weights = bf16(1, QUERIES, INDEX_HEADS)
     chosen = torch.arange(ENTRIES, device="cuda").expand(1, QUERIES, ENTRIES).contiguous()
     scorers = [x.clone().requires_grad_() for x in (index_q, pooled, weights)]
-    scores = warm(lambda: torch_ops.dsv4_indexer_topk_scores(*scorers, chosen, **at))
-    ones = torch.ones_like(scores)
     dense, at_ids = torch_ops.dsv4_indexer_scores, torch_ops.dsv4_indexer_topk_scores
+    scores = warm(lambda: at_ids(*scorers, chosen, **at))
+    ones = torch.ones_like(scores)
     return {
-        "Sinkhorn forward": {OURS: lambda: sinkhorn(matrices)},
+        "Sinkhorn forward": {
+            OURS: lambda: sinkhorn(matrices), **with_gradients(lambda: sinkhorn(leaf), [leaf], 2),
+        },
         "Sinkhorn backward": gradient(normal, [leaf], matrices),
         "index building": {OURS: lists},
         "planning": {OURS: planned},
-        "sparse attention forward": {OURS: lambda: attend(q, kv, sinks, None, DIM**-0.5)},
+        "sparse attention forward": {
+            OURS: lambda: attend(q, kv, sinks, None, DIM**-0.5), **with_gradients(attended, [*leaves, ids], 4),
+        },
         "sparse attention backward": gradient(out, leaves, grad),
-        "indexer scores": {OURS: lambda: dense(index_q, pooled, weights, **at)},
-        "indexer scores at ids": {OURS: lambda: at_ids(index_q, pooled, weights, chosen, **at)},
+        "indexer scores": {
+            OURS: lambda: dense(index_q, pooled, weights, **at),
+            **with_gradients(lambda: dense(*scorers, **at), scorers, 3),
+        },
+        "indexer scores at ids": {
+            OURS: lambda: at_ids(index_q, pooled, weights, chosen, **at),
+            **with_gradients(lambda: at_ids(*scorers, chosen, **at), [*scorers, chosen], 1),
+        },
         "indexer backward": gradient(scores, scorers, ones),
     }
 
@@ -147,7 +180,8 @@ def host(tiny: bool, *, part: str) -> Case:
     """One call of torch_ops, and its launches alone."""
     parts = calls()[part]
     call = parts[OURS]
-    warm(call)
+    for name in (OURS, WITH):
+        warm(parts.get(name, call))
     queued: list[Call] = []
     with recorded(queued):
         kept = call()  # the results that the launches write to stay

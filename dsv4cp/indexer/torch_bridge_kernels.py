@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import _bridge
-from .._bridge_programs import Told, forward_of, gradient_of, known, run, settle, watched
+from .._bridge_programs import Told, forward_of, gradient_of, known, playable, run, settle
 from .._programs import Program, Programs
 from . import contract, contract_kernels, reference, torch_bridge_topk
 from .contract import Spec
@@ -85,7 +85,6 @@ def _fake_grad(
     return q.new_empty(q.shape), pooled_kv.new_empty(pooled_kv.shape), weights.new_empty(weights.shape)
 
 
-@watched
 class _Scores(torch.autograd.Function):
     """SCORES with SCORES_GRAD as its gradient; asked for a graph of the gradient, the reference's."""
 
@@ -156,6 +155,7 @@ SCORES_GRAD = _bridge.define_op(
 # --- Calls that come again ---------------------------------------------------------------------------------
 
 PROGRAMS = Programs()
+_apply = playable(_Scores)
 
 
 def known_of(q: Any, pooled_kv: Any, weights: Any, *others: Any) -> tuple[Told | None, Program | None]:
@@ -172,7 +172,7 @@ def play(
     """SCORES of a call that has a program."""
     if call.gradient:
         numbers = int(compress_ratio), float(softmax_scale), int(query_start)
-        scores: torch.Tensor = _Scores.apply(q, pooled_kv, weights, *numbers, (program, call))
+        scores: torch.Tensor = _apply(q, pooled_kv, weights, *numbers, (program, call))
         return scores
     return run(program, call)[0]
 

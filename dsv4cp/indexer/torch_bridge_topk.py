@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .. import _bridge
-from .._bridge_programs import Forward, Told, forward_of, gradient_of, known, remember_gradient, run, settle, watched
+from .._bridge_programs import Forward, Told, forward_of, gradient_of, known, playable, remember_gradient, run, settle
 from .._programs import Making, Program, Programs
 from . import contract, contract_grad, reference
 from .contract import SlotsSpec, Spec
@@ -147,7 +147,6 @@ def _fake_grad(
     return _empty_like(q, pooled_kv, weights)
 
 
-@watched
 class _TopkScores(torch.autograd.Function):
     """TOPK_SCORES with TOPK_SCORES_GRAD as its gradient. Asked for a graph of the gradient (create_graph), it takes the
     reference's, which torch differentiates."""
@@ -226,6 +225,7 @@ TOPK_SCORES_GRAD = _bridge.define_op(
 
 PROGRAMS, _GRADIENTS, _DENSE_GRADIENTS = Programs(), Programs(), Programs()
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_apply = playable(_TopkScores)
 fixed_order = torch.are_deterministic_algorithms_enabled
 
 
@@ -241,7 +241,7 @@ def play(
     """TOPK_SCORES of a call that has a program."""
     if call.gradient:
         scale, ready = float(softmax_scale), (program, call)
-        scores: torch.Tensor = _TopkScores.apply(q, pooled_kv, weights, topk_indices, scale, ready)
+        scores: torch.Tensor = _apply(q, pooled_kv, weights, topk_indices, scale, ready)
         return scores
     return run(program, call)[0]
 

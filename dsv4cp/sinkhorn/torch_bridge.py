@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from .. import _bridge
-from .._bridge_programs import Forward, Told, forward_of, gradient_of, known, remember_gradient, run, settle, watched
+from .._bridge_programs import Forward, Told, forward_of, gradient_of, known, playable, remember_gradient, run, settle
 from .._programs import Program, Programs
 from .._torch_backend import choose
 from . import contract, ops, reference
@@ -52,7 +52,8 @@ def dsv4_sinkhorn_normalize(
     call, program = known(_PROGRAMS, (x,), (backend, repeat, eps)) if missing is None else (None, None)
     if call is not None and program is not None:
         if call.gradient:
-            return _Normalize.apply(x, repeat, eps, (program, call))
+            y: torch.Tensor = _apply(x, repeat, eps, (program, call))
+            return y
         return run(program, call)[0]
     spec = _check(x, repeat, eps) if isinstance(x, torch.Tensor) else None  # choose() refuses all else
     picked = choose(
@@ -128,7 +129,6 @@ def _fake_backward(grad_y: torch.Tensor, x: torch.Tensor, repeat: int, eps: floa
     return x.new_empty(x.shape)
 
 
-@watched
 class _Normalize(torch.autograd.Function):
     """NORMALIZE with NORMALIZE_GRAD as its gradient. Asked for a graph of the gradient (create_graph), it takes the
     reference's, which torch differentiates again."""
@@ -153,6 +153,9 @@ class _Normalize(torch.autograd.Function):
             if again is not None:
                 return again[0], None, None, None
         return gradient(grad_y, *saved, *ctx.numbers, before=before), *(None,) * (len(ctx.needs_input_grad) - 1)
+
+
+_apply = playable(_Normalize)
 
 
 def gradient(

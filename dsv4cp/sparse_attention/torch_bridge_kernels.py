@@ -13,7 +13,7 @@ import torch
 
 from .. import _bridge
 from .._arrays import dtype_name
-from .._bridge_programs import Forward, Told, forward_of, gradient_of, known, remember_gradient, run, settle, watched
+from .._bridge_programs import Forward, Told, forward_of, gradient_of, known, playable, remember_gradient, run, settle
 from .._plan import SparseIndexPlan
 from .._programs import Making, Program, Programs
 from . import contract, reference
@@ -153,7 +153,6 @@ def _fake_backward(
     return q.new_empty(q.shape), kv.new_empty(kv.shape), sinks.new_empty(sinks.shape)
 
 
-@watched
 class _Attend(torch.autograd.Function):
     """ATTEND with ATTEND_GRAD as its gradient. Asked for a graph of the gradient (create_graph), or for the gradient of
     lse, it takes the reference's, which torch differentiates."""
@@ -235,6 +234,7 @@ ATTEND_GRAD = _bridge.define_op(
 # --- Calls that come again ---------------------------------------------------------------------------------
 
 PROGRAMS, _GRADIENTS = Programs(), Programs()
+_apply = playable(_Attend)
 
 
 def known_of(q: Any, kv: Any, sinks: Any, ids: Any, plan: Any, *others: Any) -> tuple[Told | None, Program | None]:
@@ -260,7 +260,7 @@ def play(
     """ATTEND of a call that has a program."""
     if call.gradient:
         options = float(sm_scale), bool(reference_rounding), deterministic, workspace_bytes
-        out, lse = _Attend.apply(q, kv, sinks, topk_idxs, *options, (program, call))
+        out, lse = _apply(q, kv, sinks, topk_idxs, *options, (program, call))
         return out, lse
     return _attended(program, call, sinks)
 
