@@ -32,6 +32,7 @@ from ._bridge_calls import (  # noqa: F401  (handed on)
     call,
     cast,
     contiguous,
+    has_tangent,
     name_of,
     plain,
     readable,
@@ -65,6 +66,8 @@ def define_op(
     if autograd is not None:
 
         def differentiable(*args: Any) -> Any:
+            if has_tangent(*args):
+                raise NotImplementedError(f"dsv4::{name}: kernels have gradients, but no forward-mode derivative (jvp)")
             if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
                 return autograd.apply(*args)
             with below_autograd():

@@ -88,10 +88,20 @@ def below_autograd() -> Any:
     return torch._C._AutoDispatchBelowAutograd()
 
 
+forward_mode = torch.autograd.forward_ad
+
+
+def has_tangent(*args: Any) -> bool:
+    """Whether forward-mode differentiation, which torch.func.jvp is too, follows one of the arguments."""
+    if forward_mode._current_level < 0:
+        return False
+    return any(isinstance(x, torch.Tensor) and forward_mode.unpack_dual(x).tangent is not None for x in args)
+
+
 def autograd_is_idle(*args: Any) -> bool:
     """Whether an operator may be called on these arguments with below_autograd(): eager, no gradient wanted, and
-    neither a tensor subclass, a mode nor a transform of torch.func to see the call."""
-    if torch.compiler.is_compiling():
+    neither a tensor subclass, a mode, a transform of torch.func nor forward-mode differentiation to see the call."""
+    if torch.compiler.is_compiling() or forward_mode._current_level >= 0:
         return False
     wanted = torch.is_grad_enabled()
     for x in args:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import _bridge, _kernels
-from ._bridge_calls import PLAIN, TENSORS, dispatch_modes, function_modes, functorch
+from ._bridge_calls import PLAIN, TENSORS, dispatch_modes, forward_mode, function_modes, functorch
 from ._programs import Laid, Make, Making, Program, Programs
 
 _profiler, _profiled_here = torch.autograd.profiler, torch.autograd._profiler_enabled
@@ -39,11 +39,13 @@ def known(
 
 
 def _looked_at() -> bool:
-    """Whether torch.compile, torch.jit.trace, a mode, a transform of torch.func or a profiler that would show the
-    operator is to see this call."""
+    """Whether torch.compile, torch.jit.trace, a mode, a transform of torch.func, forward-mode differentiation or a
+    profiler that would show the operator is to see this call."""
     if torch.compiler.is_compiling() or function_modes() or dispatch_modes() or functorch() is not None:
         return True
-    return _profiler._is_profiler_enabled or _profiled_here() or _traced() is not None
+    if forward_mode._current_level >= 0 or _profiler._is_profiler_enabled:
+        return True
+    return _profiled_here() or _traced() is not None
 
 
 def told(tensors: tuple[Any, ...], others: tuple[Any, ...], device: int = -1) -> Told | None:

@@ -173,7 +173,8 @@ class _TopkScores(torch.autograd.Function):
                 return (*again, None, None, None)
         given = grad_scores, *saved, ctx.softmax_scale
         grads: tuple[Any, ...]
-        grads = _differentiated(*given) if torch.is_grad_enabled() else gradient_at_ids(*given, before=before)
+        whole = torch.is_grad_enabled() or _bridge.has_tangent(grad_scores)
+        grads = _differentiated(*given) if whole else gradient_at_ids(*given, before=before)
         return (*grads, *(None,) * (len(ctx.needs_input_grad) - 3))
 
 
@@ -181,13 +182,14 @@ def _differentiated(
     grad_scores: torch.Tensor, q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor,
     topk_indices: torch.Tensor, softmax_scale: float,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """The gradients by torch's own differentiation of the reference, with a graph."""
+    """The gradients by torch's own differentiation of the reference; where gradients are enabled, with a graph."""
     from .torch_bridge import _topk_scores_torch
 
+    graph, wanted = torch.is_grad_enabled(), [x for x in (q, pooled_kv, weights) if x.requires_grad]
     spec = contract.check_topk_scores(q, pooled_kv, weights, topk_indices, 1, softmax_scale)
-    wanted = [x for x in (q, pooled_kv, weights) if x.requires_grad]
-    scores = _topk_scores_torch(q, pooled_kv, weights, topk_indices, spec)
-    grads = iter(torch.autograd.grad(scores, wanted, grad_scores, create_graph=True, allow_unused=True))
+    with torch.enable_grad():
+        scores = _topk_scores_torch(q, pooled_kv, weights, topk_indices, spec)
+        grads = iter(torch.autograd.grad(scores, wanted, grad_scores, create_graph=graph, allow_unused=True))
     return tuple(next(grads) if x.requires_grad else None for x in (q, pooled_kv, weights))
 
 

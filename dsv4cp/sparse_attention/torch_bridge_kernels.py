@@ -188,7 +188,8 @@ class _Attend(torch.autograd.Function):
         others = (None,) * (len(ctx.needs_input_grad) - 3)
         if grad_out is None and grad_lse is None:
             return (None, None, None, *others)
-        if grad_out is not None and grad_lse is None and not torch.is_grad_enabled():
+        again = torch.is_grad_enabled() or _bridge.has_tangent(grad_out, grad_lse)
+        if grad_out is not None and grad_lse is None and not again:
             options = sm_scale, deterministic, workspace_bytes
             return (*gradient(grad_out, q, kv, sinks, topk_idxs, out, lse, *options, before=before), *others)
         if q.is_cuda:

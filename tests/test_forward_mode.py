@@ -1,0 +1,133 @@
+"""Forward-mode differentiation (torch.func.jvp, dual numbers): kernels refuse it, instead of giving no tangent."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+
+from dsv4cp import _bridge, torch_ops
+
+AT = {"compress_ratio": 2, "softmax_scale": 0.5, "backend": "torch"}
+
+
+def test_a_tangent_is_seen_at_any_place():
+    x, ids = torch.zeros(3), torch.zeros(3, dtype=torch.int64)
+    assert not _bridge.has_tangent(x, ids, 1, None)
+    with forward_ad.dual_level():
+        assert not _bridge.has_tangent(x, ids, 1, None, "a", [x])
+        assert _bridge.has_tangent(ids, None, forward_ad.make_dual(x, x))
+    seen = []
+    torch.func.jvp(lambda y: seen.append((_bridge.has_tangent(y), _bridge.has_tangent(x))) or y, (x,), (x,))
+    assert seen == [(True, False)]
+
+
+def test_operators_refuse_it_and_run_beside_it():
+    x = torch.rand(5, 4, 4)
+    want = torch.ops.dsv4.sinkhorn_normalize(x, 4, 1e-6)
+    with forward_ad.dual_level():
+        assert torch.equal(torch.ops.dsv4.sinkhorn_normalize(x, 4, 1e-6), want)
+        with pytest.raises(NotImplementedError, match=r"dsv4::sinkhorn_normalize: .* no forward-mode derivative"):
+            torch.ops.dsv4.sinkhorn_normalize(forward_ad.make_dual(x, x), 4, 1e-6)
+
+
+@pytest.mark.parametrize("op", ["Sinkhorn", "scores", "scores at ids"])
+def test_the_reference_has_it(op):
+    """By differences, and as vmap of it, in jacfwd."""
+    g = torch.Generator().manual_seed(0)
+    q, k, w = (torch.randn(*sizes, generator=g, dtype=torch.float64) for sizes in ((1, 3, 2, 4), (1, 2, 4), (1, 3, 2)))
+    ids = torch.tensor([[[0, 1], [1, -1], [1, 1]]])
+    function, given = {
+        "Sinkhorn": (lambda x: torch_ops.dsv4_sinkhorn_normalize(x, backend="torch", repeat=3, eps=1e-6), [q[0, :2]]),
+        "scores": (lambda q, k, w: torch_ops.dsv4_indexer_scores(q, k, w, **AT), [q, k, w]),
+        "scores at ids": (
+            lambda q, k, w: torch_ops.dsv4_indexer_topk_scores(q, k, w, ids, **AT).nan_to_num(neginf=0), [q, k, w]
+        ),
+    }[op]  # fmt: skip
+    if op == "Sinkhorn":
+        given = [torch.randn(2, 3, 3, generator=g, dtype=torch.float64)]
+    leaves = [x.requires_grad_() for x in given]
+    assert torch.autograd.gradcheck(function, leaves, check_forward_ad=True)
+    plain = [x.detach() for x in leaves]
+    for forward, reverse in zip(
+        torch.func.jacfwd(function, tuple(range(len(plain))))(*plain),
+        torch.func.jacrev(function, tuple(range(len(plain))))(*plain), strict=True,
+    ):  # fmt: skip
+        torch.testing.assert_close(forward, reverse)
+
+
+# --- Kernels, on a GPU whose memory is the CPU's ---------------------------------------------------------------
+
+ONE_OF_EACH = "attention", "indexer", "indexer at ids", "Sinkhorn"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from tests.support.stand_in_gpu import installed
+
+    yield from installed(monkeypatch, True)
+
+
+def case_of(name):
+    from tests.test_programs_of_slices import CASES, tensors
+
+    case = CASES[name]
+    return case[1], tensors(case, 0, False), case[2]
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("before", [0, 3])
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_kernels_refuse_it(gpu, name, before, leaves):
+    """Calls of a kind that came before, too."""
+    call, given, count = case_of(name)
+    given = [x.requires_grad_(leaves and x.is_floating_point()) for x in given]
+    for _ in range(before):
+        want = call(*given)
+    plays = gpu.plays
+    for n in range(count):
+
+        def of(x, n=n):
+            return call(*given[:n], x, *given[n + 1 :])
+
+        x, t = given[n].detach(), torch.ones_like(given[n])
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            torch.func.jvp(of, (x,), (t,))
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            of(forward_ad.make_dual(given[n], t))
+    assert gpu.plays == plays
+    if before:
+        with forward_ad.dual_level():  # beside it they run
+            assert torch.equal(call(*given), want)
+        call(*given)
+        assert gpu.plays == plays + 1, "played again"
+
+
+@pytest.mark.parametrize("before", [0, 3])
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_gradients_of_dual_numbers_are_the_references(gpu, name, before):
+    """A gradient is linear in what comes in: its tangent is the gradient of the tangent."""
+    call, given, count = case_of(name)
+    leaves = [x.requires_grad_() for x in given[:count]]
+    for turn in range(before + 1):
+        y = call(*given)
+        g = torch.Generator().manual_seed(turn)
+        grad, tangent = (torch.randn(y.shape, generator=g).to(y.dtype) for _ in range(2))
+        want, tangents = (  # by the reference, too
+            [x.detach() for x in torch.autograd.grad(y, leaves, x, retain_graph=True, create_graph=True)]
+            for x in (grad, tangent)
+        )
+        for around in (contextlib.nullcontext, torch.no_grad):
+            plays = gpu.plays
+            with forward_ad.dual_level(), around():
+                got = torch.autograd.grad(y, leaves, forward_ad.make_dual(grad, tangent), retain_graph=True)
+                unpacked = [forward_ad.unpack_dual(x) for x in got]
+            assert gpu.plays == plays
+            for (primal, dual), w, t in zip(unpacked, want, tangents, strict=True):
+                assert not primal.requires_grad and primal.dtype == w.dtype
+                limit = 2**-8 if w.dtype == torch.bfloat16 else 2**-20
+                for x, close in ((primal, w), (dual, t)):
+                    assert (x - close).abs().max() <= limit * close.abs().max(), name
