@@ -34,6 +34,8 @@ from ._bridge_calls import (  # noqa: F401  (handed on)
     contiguous,
     has_tangent,
     name_of,
+    out_of_autocast,
+    own_views,
     plain,
     readable,
     remembered,
@@ -48,27 +50,29 @@ def define_op(
     kernels: Mapping[str, Callable[..., Any]],
     fake: Callable[..., Any],
     autograd: type[torch.autograd.Function] | None = None,
+    has_derivatives: bool = True,
 ) -> Any:
     """Define the operator dsv4::`schema` and return the callable that reaches it in torch's dispatcher.
 
     kernels: what runs on tensors without autograd, by dispatch key ("CUDA", "CPU"). fake: what tells the
     result's shape, dtype and device to tracers. autograd: the Function to apply when a gradient is wanted; its
-    forward calls the operator inside `below_autograd()`. Without it the operator has no gradient.
+    forward calls the operator inside `below_autograd()`. Without it the operator has no gradient. has_derivatives:
+    False for results like ids. Forward-mode differentiation of others raises: it would lose the tangent.
 
     torch.library.custom_op and register_autograd would do the same with less text, and at a higher cost per call.
     """
     name = schema.partition("(")[0]
     OPERATORS.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     for key, kernel in kernels.items():
-        OPERATORS.impl(name, kernel, key)
+        OPERATORS.impl(name, out_of_autocast(kernel, key.lower()), key)
     torch.library.register_fake(f"dsv4::{name}", fake, lib=OPERATORS)
     operator = getattr(torch.ops.dsv4, name).default
-    if autograd is not None:
+    if has_derivatives:
 
         def differentiable(*args: Any) -> Any:
             if has_tangent(*args):
-                raise NotImplementedError(f"dsv4::{name}: kernels have gradients, but no forward-mode derivative (jvp)")
-            if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+                raise NotImplementedError(f"dsv4::{name}: it has no forward-mode derivative (torch.func.jvp)")
+            if autograd is not None and torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
                 return autograd.apply(*args)
             with below_autograd():
                 return operator(*args)

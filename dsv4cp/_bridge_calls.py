@@ -122,6 +122,24 @@ def call(operator: Any, *args: Any) -> Any:
     return operator(*args)
 
 
+def out_of_autocast(kernel: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    """An operator's kernel that no autocast reaches: what it computes in torch operations has the dtypes it says."""
+
+    def exact(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_autocast_enabled(device_type):
+            return kernel(*args, **kwargs)
+        with torch.autocast(device_type, enabled=False):
+            return kernel(*args, **kwargs)
+
+    return exact
+
+
+def own_views(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Views that torch.autograd.grad may be asked about inside of a backward pass: with respect to the tensors
+    themselves it would walk on through the caller's graph, where one is a function of another, and call its hooks."""
+    return tuple(x.view_as(x) for x in tensors)
+
+
 # --- Tensors that kernels read by pointer ----------------------------------------------------------------
 
 

@@ -434,18 +434,14 @@ def test_operators_equal_the_reference(everywhere, with_plan):
         np.testing.assert_allclose(to_numpy(got), to_numpy(want), rtol=1e-9, atol=1e-9)
 
 
-def test_forward_mode_is_refused_and_gradients_of_dual_numbers_are_the_references(everywhere):
-    *args, ids = small(torch.float64)
-    leaves = [x.requires_grad_() for x in args]
+def test_forward_mode_is_refused(everywhere):
+    *args, ids = small()
+    leaves, forward_ad = [x.requires_grad_() for x in args], torch.autograd.forward_ad
     out = torch_ops.dsv4_sparse_attention(*leaves, ids, 0.4, backend="cudnn")
-    forward_ad, grad = torch.autograd.forward_ad, torch.ones_like(out)
-    tangent = torch.arange(out.numel(), dtype=out.dtype).reshape(out.shape)
-    want = torch.autograd.grad(out, leaves, tangent, retain_graph=True)
     with forward_ad.dual_level():
-        got = torch.autograd.grad(out, leaves, forward_ad.make_dual(grad, tangent))
-        for x, w in zip(got, want, strict=True):
-            torch.testing.assert_close(forward_ad.unpack_dual(x).tangent, w)
-        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        with pytest.raises(NotImplementedError, match="sparse_attention_cudnn_grad: it has no forward-mode derivative"):
+            torch.autograd.grad(out, leaves, forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out)))
+        with pytest.raises(NotImplementedError, match="sparse_attention_cudnn: it has no forward-mode derivative"):
             q = forward_ad.make_dual(args[0], args[0])
             torch_ops.dsv4_sparse_attention(q, *args[1:], ids, 0.4, backend="cudnn")
 

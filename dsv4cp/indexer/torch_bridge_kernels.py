@@ -15,6 +15,7 @@ import torch
 from .. import _bridge
 from .._bridge_programs import Told, forward_of, gradient_of, known, playable, run, settle
 from .._programs import Program, Programs
+from .._torch_backend import without_autocast
 from . import contract, contract_kernels, reference, torch_bridge_topk
 from .contract import Spec
 
@@ -109,7 +110,7 @@ class _Scores(torch.autograd.Function):
             again = gradient_of(before, saved, grad_scores, torch_bridge_topk.forced_path())
             if again is not None:
                 return (*again, None, None, None, None)
-        if torch.is_grad_enabled() or _bridge.has_tangent(grad_scores):
+        if torch.is_grad_enabled():
             grads: tuple[torch.Tensor | None, ...] = _differentiated(grad_scores, *saved, *ctx.options)
         else:
             grads = torch_bridge_topk.dense_gradient(grad_scores, *saved, *ctx.options, before=before)
@@ -120,16 +121,19 @@ def _differentiated(
     grad_scores: torch.Tensor, q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor, compress_ratio: int,
     softmax_scale: float, query_start: int,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """The gradients by torch's own differentiation of the reference; where gradients are enabled, with a graph."""
+    """The gradients by torch's own differentiation of the reference, with a graph."""
+    q, pooled_kv, weights = leaves = _bridge.own_views(q, pooled_kv, weights)
     spec = contract.check_scores(q, pooled_kv, weights, compress_ratio, softmax_scale, query_start)
-    xp, leaves, sees = spec.xp, (q, pooled_kv, weights), reference.Causal(spec, 0)
+    xp, sees = spec.xp, reference.Causal(spec, 0)
     seen = min(spec.entries, sees.limit(spec.queries))  # entries behind them may hold NaN: products would carry 0 * NaN
-    wanted, incoming, graph = [x for x in leaves if x.requires_grad], grad_scores[:, :, :seen], torch.is_grad_enabled()
-    with torch.enable_grad():
+    wanted = [x for x in leaves if x.requires_grad]
+    with without_autocast(q):
         wide = [xp.astype(x, spec.compute) for x in (q, pooled_kv[:, :seen], weights)]
         scores = reference.dense_scores(xp, wide[0], wide[1][:, None], wide[2], spec.softmax_scale)
         scores = torch.where(sees.mask(0, spec.queries, 0, seen), scores, -torch.inf)
-        grads = iter(torch.autograd.grad(scores, wanted, incoming, create_graph=graph, allow_unused=True))
+        grads = iter(
+            torch.autograd.grad(scores, wanted, grad_scores[:, :, :seen], create_graph=True, allow_unused=True)
+        )
     return tuple(next(grads) if x.requires_grad else None for x in leaves)
 
 

@@ -17,6 +17,7 @@ import torch
 from .. import _bridge
 from .._bridge_programs import Forward, Told, forward_of, gradient_of, known, playable, remember_gradient, run, settle
 from .._programs import Making, Program, Programs
+from .._torch_backend import without_autocast
 from . import contract, contract_grad, reference
 from .contract import SlotsSpec, Spec
 
@@ -173,8 +174,7 @@ class _TopkScores(torch.autograd.Function):
                 return (*again, None, None, None)
         given = grad_scores, *saved, ctx.softmax_scale
         grads: tuple[Any, ...]
-        whole = torch.is_grad_enabled() or _bridge.has_tangent(grad_scores)
-        grads = _differentiated(*given) if whole else gradient_at_ids(*given, before=before)
+        grads = _differentiated(*given) if torch.is_grad_enabled() else gradient_at_ids(*given, before=before)
         return (*grads, *(None,) * (len(ctx.needs_input_grad) - 3))
 
 
@@ -182,15 +182,16 @@ def _differentiated(
     grad_scores: torch.Tensor, q: torch.Tensor, pooled_kv: torch.Tensor, weights: torch.Tensor,
     topk_indices: torch.Tensor, softmax_scale: float,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """The gradients by torch's own differentiation of the reference; where gradients are enabled, with a graph."""
+    """The gradients by torch's own differentiation of the reference, with a graph."""
     from .torch_bridge import _topk_scores_torch
 
-    graph, wanted = torch.is_grad_enabled(), [x for x in (q, pooled_kv, weights) if x.requires_grad]
+    q, pooled_kv, weights = leaves = _bridge.own_views(q, pooled_kv, weights)
     spec = contract.check_topk_scores(q, pooled_kv, weights, topk_indices, 1, softmax_scale)
-    with torch.enable_grad():
+    wanted = [x for x in leaves if x.requires_grad]
+    with without_autocast(q):
         scores = _topk_scores_torch(q, pooled_kv, weights, topk_indices, spec)
-        grads = iter(torch.autograd.grad(scores, wanted, grad_scores, create_graph=graph, allow_unused=True))
-    return tuple(next(grads) if x.requires_grad else None for x in (q, pooled_kv, weights))
+        grads = iter(torch.autograd.grad(scores, wanted, grad_scores, create_graph=True, allow_unused=True))
+    return tuple(next(grads) if x.requires_grad else None for x in leaves)
 
 
 def _read(q: torch.Tensor, pooled_kv: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:

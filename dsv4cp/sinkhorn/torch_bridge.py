@@ -161,8 +161,8 @@ _apply = playable(_Normalize)
 def gradient(
     grad_y: torch.Tensor, x: torch.Tensor, repeat: int, eps: float, *, before: Forward | None = None
 ) -> torch.Tensor:
-    """NORMALIZE_GRAD, by its program where it came before; the reference's where it is to be differentiated."""
-    if torch.is_grad_enabled() or _bridge.has_tangent(grad_y):
+    """NORMALIZE_GRAD, by its program where it came before; where gradients are enabled, the reference's."""
+    if torch.is_grad_enabled():
         return _reference_backward(grad_y, x, repeat, eps)
     call, program = known(_GRADIENTS, (grad_y, x), (repeat, eps))
     if call is not None and program is not None:

@@ -132,7 +132,7 @@ class _Attend(torch.autograd.Function):
         q, kv, sinks, *ids, out, lse = ctx.saved_tensors
         if grad_out is None and grad_lse is None:
             return (None,) * 10
-        if grad_lse is None and not torch.is_grad_enabled() and not _bridge.has_tangent(grad_out):
+        if grad_lse is None and not torch.is_grad_enabled():
             grads = ATTEND_GRAD(grad_out, q, kv, sinks, *ids, out, lse, *ctx.options)
             return (*grads, *(None,) * 7)
         sm_scale, _, deterministic, _ = ctx.options

@@ -16,6 +16,7 @@ from .._arrays import dtype_name
 from .._bridge_programs import Forward, Told, forward_of, gradient_of, known, playable, remember_gradient, run, settle
 from .._plan import SparseIndexPlan
 from .._programs import Making, Program, Programs
+from .._torch_backend import without_autocast
 from . import contract, reference
 from .contract import Spec
 from .torch_bridge_checks import checked, checked_grad
@@ -188,8 +189,7 @@ class _Attend(torch.autograd.Function):
         others = (None,) * (len(ctx.needs_input_grad) - 3)
         if grad_out is None and grad_lse is None:
             return (None, None, None, *others)
-        again = torch.is_grad_enabled() or _bridge.has_tangent(grad_out, grad_lse)
-        if grad_out is not None and grad_lse is None and not again:
+        if grad_out is not None and grad_lse is None and not torch.is_grad_enabled():
             options = sm_scale, deterministic, workspace_bytes
             return (*gradient(grad_out, q, kv, sinks, topk_idxs, out, lse, *options, before=before), *others)
         if q.is_cuda:
@@ -205,8 +205,8 @@ def _differentiated(
     from . import torch_bridge
 
     graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        leaves = [q, kv, sinks] if graph else [x.detach().requires_grad_() for x in (q, kv, sinks)]
+    with torch.enable_grad(), without_autocast(q):
+        leaves = _bridge.own_views(*(x if graph else x.detach().requires_grad_() for x in (q, kv, sinks)))
         q, kv, sinks = leaves
         spec = contract.check(q, kv, sinks, topk_idxs, sm_scale)
         results = zip(torch_bridge._attend(q, kv, sinks, topk_idxs, spec), (grad_out, grad_lse), strict=True)

@@ -150,16 +150,19 @@ BUILD = _bridge.define_op(
     + ") -> Tensor",
     kernels={"CUDA": _cuda_build, "CPU": _cpu_build},
     fake=_fake_build,
+    has_derivatives=False,
 )
 PLAN = _bridge.define_op(
     "plan_sparse_indices(Tensor topk_idxs, SymInt kv_sequence) -> Tensor",
     kernels={"CUDA": _cuda_plan, "CPU": _cpu_plan},
     fake=_fake_plan,
+    has_derivatives=False,
 )
 PLAN_CUDNN = _bridge.define_op(
     "plan_sparse_indices_cudnn(Tensor topk_idxs, SymInt kv_sequence) -> (Tensor, Tensor)",
     kernels={"CUDA": _cuda_plan_cudnn, "CPU": _cpu_plan_cudnn},
     fake=_fake_plan_cudnn,
+    has_derivatives=False,
 )
 
 
