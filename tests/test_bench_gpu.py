@@ -36,6 +36,13 @@ def test_peers_are_gpu_kernels(capsys):
     assert "--peers" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("only", ["", ",", " , "])
+def test_picking_no_case_is_an_error(only, capsys):
+    assert main(["bench", "--tiny", "--only", only]) == 2
+    assert "--only: expected words with commas between them, got none" in capsys.readouterr().err
+    assert bench_gpu.words("Host, top-k ,,") == ["host", "top-k"]
+
+
 def test_cases_are_picked_on_the_gpu_alone(capsys):
     assert main(["bench", "--cpu", "--tiny", "--only", "Sinkhorn"]) == 2
     assert "--only: it picks cases of the GPU; leave --cpu out" in capsys.readouterr().err
@@ -111,7 +118,9 @@ def test_host_times_of_all_cases_take_turns_together(monkeypatch):
     names = ["Sinkhorn", "planning", "scores"]
     makes = [lambda tiny, name=name: host(tiny, name) for name in names]
     monkeypatch.setattr("dsv4cp.commands.bench_host.cases", lambda: makes)
-    rows = list(bench_gpu.rows(peers=False, tiny=False, repeats=1, say=lambda _: None))
+    said = []
+    rows = list(bench_gpu.rows(peers=False, tiny=False, repeats=1, say=said.append))
+    assert said[3:6] == ["host time of a call: Sinkhorn, measured", "  call: 2.0", "  launches: 2.0"]
     every = [(name, entry) for name in names for entry in ("call", "launches")]
     assert [(row["size"], row["implementation"], row["ms"]) for row in rows] == [(*x, 2.0) for x in every]
     rounds = [calls[n : n + len(every)] for n in range(0, len(calls), len(every))]
@@ -119,14 +128,14 @@ def test_host_times_of_all_cases_take_turns_together(monkeypatch):
     assert len(set(map(tuple, rounds))) > 6, "the order changes"
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 7, 12])
-def test_nobody_goes_after_the_same_one_twice(count):
-    orders = bench_timing.orders(count)
-    assert len(orders) == bench_timing.ROUNDS and all(sorted(order) == list(range(count)) for order in orders)
-    assert orders == bench_timing.orders(count)
-    row = [n for order in orders for n in order]
-    pairs = list(itertools.pairwise(row))
-    if count > 4:
+@pytest.mark.parametrize("rounds", [bench_timing.ROUNDS, bench_timing.HOST_ROUNDS])
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 7, 12, 24, 25, 32, 34])
+def test_nobody_goes_after_the_same_one_twice(count, rounds):
+    orders = bench_timing.orders(count, rounds)
+    assert len(orders) == rounds and all(sorted(order) == list(range(count)) for order in orders)
+    assert orders == bench_timing.orders(count, rounds)
+    pairs = list(itertools.pairwise(n for order in orders for n in order))
+    if count > 4 * rounds // 3:
         assert len(set(pairs)) == len(pairs) and all(a != b for a, b in pairs)
 
 

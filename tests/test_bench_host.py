@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import weakref
 
 import pytest
 
@@ -16,7 +18,7 @@ def test_launches_are_kept_and_queued_again(monkeypatch):
     monkeypatch.setattr(_numba, "launch", lambda *args: made.append(("numba", args)))
     doors = _kernels._queue, _numba.launch
     queued = []
-    with pytest.raises(ZeroDivisionError), bench_host.recorded(queued):
+    with pytest.raises(ZeroDivisionError), bench_host.recorded(queued, []):
         _kernels._queue(1, 2)
         _numba.launch(3)
         1 / 0  # noqa: B018
@@ -41,6 +43,25 @@ def test_a_case_is_a_call_and_its_launches(monkeypatch):
         made.clear()
         case.ours[name]()
         assert made == [(1,), (2,)]
+
+
+def test_what_the_launches_write_to_stays(monkeypatch):
+    """Workspaces too, which no result of the call is: other cases' inputs may not come to lie there."""
+    programs = pytest.importorskip("dsv4cp._bridge_programs")
+    torch, made = pytest.importorskip("torch"), []
+
+    def call():
+        result, workspace = programs._empty_cuda(4), programs._empty_cuda(8)
+        made.append(weakref.ref(workspace))
+        return result
+
+    monkeypatch.setattr(programs, "_empty_cuda", torch.zeros)
+    monkeypatch.setattr(bench_host, "calls", lambda: {"x": {bench_host.OURS: call}})
+    case = bench_host.host(False, part="x")
+    assert programs._empty_cuda is torch.zeros and [x() is None for x in made] == [True] * bench_host.WARM + [False]
+    del case
+    gc.collect()
+    assert made[-1]() is None
 
 
 def test_torchs_share_of_a_gradient_has_a_row_of_its_own(monkeypatch):
@@ -105,6 +126,6 @@ def test_every_part_is_a_call_with_launches():
         for _ in range(bench_host.WARM):
             call()
         queued = []
-        with bench_host.recorded(queued):
+        with bench_host.recorded(queued, []):
             call()
         assert queued, name

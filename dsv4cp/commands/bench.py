@@ -37,6 +37,9 @@ def run(options: argparse.Namespace) -> int:
     if options.repeats < 1:
         error.print(f"bench: --repeats: expected an integer of at least 1, got {options.repeats}")
         return 2
+    if options.only is not None and not options.only.strip(" ,"):
+        error.print("bench: --only: expected words with commas between them, got none")
+        return 2
     if options.record and not Path(options.record).resolve().parent.is_dir():
         error.print(f"bench: --record: there is no folder {Path(options.record).resolve().parent}")
         return 2

@@ -103,7 +103,12 @@ def _is_wanted(make: Make, only: str) -> bool:
         name = make(True).name.lower()
     except Exception:
         return True
-    return any(word.lower() in name for word in only.split(","))
+    return any(word in name for word in words(only))
+
+
+def words(only: str) -> list[str]:
+    """What the option --only asks for."""
+    return [word.strip().lower() for word in only.split(",") if word.strip()]
 
 
 def _together(
@@ -115,14 +120,16 @@ def _together(
         try:
             case = make(tiny)
         except Exception as error:
-            name = getattr(make, "func", make).__name__
+            name = " ".join([getattr(make, "func", make).__name__, *map(str, getattr(make, "keywords", {}).values())])
             yield {"case": name, "size": "making inputs", "implementation": "dsv4cp", "failed": _words(error)}
             continue
         say(f"{case.name}: {case.size}")
         ours = [Entry(name, function, case.sets) for name, function in case.ours.items()]
         group.append((case, ours, _peers(case, say) if peers else []))
     found = measured([(case, [*ours, *theirs]) for case, ours, theirs in group], ceilings, repeats)
-    for (_, ours, _), made in zip(group, found, strict=True):
+    for (case, ours, _), made in zip(group, found, strict=True):
+        if len(group) > 1:
+            say(f"{case.name}: {case.size}, measured")
         for row in made:
             say(f"  {row['implementation']}: {row.get('failed', row.get('ms'))}")
         yield from made[: len(ours)]

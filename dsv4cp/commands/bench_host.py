@@ -25,9 +25,10 @@ ENOUGH = 16  # input sets, so that batches of calls have more than one to take
 
 
 @contextlib.contextmanager
-def recorded(queued: list[Call]) -> Iterator[None]:
-    """Adds to `queued` what queues again each kernel that is launched, and memory that is zeroed, in the block."""
-    from .. import _numba
+def recorded(queued: list[Call], held: list[Any]) -> Iterator[None]:
+    """Adds to `queued` what queues again each kernel that is launched, and memory that is zeroed, in the block; and to
+    `held` the memory that played calls make there, which these write to."""
+    from .. import _bridge_programs, _numba
 
     def keep(launch: Callable[..., Any]) -> Callable[..., Any]:
         def kept(*args: Any, **kwargs: Any) -> Any:
@@ -36,15 +37,25 @@ def recorded(queued: list[Call]) -> Iterator[None]:
 
         return kept
 
-    places: list[tuple[Any, str]] = [(_kernels, "_queue"), (_kernels, "_zero"), (_numba, "launch")]
-    doors = [(module, name, getattr(module, name)) for module, name in places]
-    for module, name, launch in doors:
-        setattr(module, name, keep(launch))
+    def hold(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any) -> Any:
+            held.append(make(*args))
+            return held[-1]
+
+        return made
+
+    places: list[tuple[Any, str, Any]] = [
+        (_kernels, "_queue", keep), (_kernels, "_zero", keep), (_numba, "launch", keep),
+        (_bridge_programs, "_empty_cuda", hold),
+    ]  # fmt: skip
+    doors = [(module, name, getattr(module, name), listen) for module, name, listen in places]
+    for module, name, door, listen in doors:
+        setattr(module, name, listen(door))
     try:
         yield
     finally:
-        for module, name, launch in doors:
-            setattr(module, name, launch)
+        for module, name, door, _ in doors:
+            setattr(module, name, door)
 
 
 def with_gradients(call: Call, tensors: list[Any], numbers: int) -> dict[str, Call]:
@@ -180,16 +191,17 @@ def host(tiny: bool, *, part: str) -> Case:
     """One call of torch_ops, and its launches alone."""
     parts = calls()[part]
     call = parts[OURS]
-    for name in (OURS, WITH):
-        warm(parts.get(name, call))
+    for name in {OURS, WITH} & set(parts):
+        warm(parts[name])
     queued: list[Call] = []
-    with recorded(queued):
-        kept = call()  # the results that the launches write to stay
+    held: list[Any] = []
+    with recorded(queued, held):
+        held.append(call())
 
     def launches(**_: Any) -> Any:
         for launch in queued:
             launch()
-        return kept
+        return held
 
     ours: dict[str, Call] = {name: lambda f=f, **_: f() for name, f in parts.items()}
     ours[f"its launches alone: {len(queued)}"] = launches

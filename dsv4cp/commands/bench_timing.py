@@ -14,23 +14,35 @@ Call = Callable[[], Any]
 
 SECONDS = 0.25  # of GPU time for one row
 SHORT = 0.25  # ms: calls shorter than this are timed in batches of about this length
-ROUNDS, TRIES = 3, 1000  # turns of each implementation of a case; orders that are drawn for one of them
+ROUNDS, TRIES = 3, 200  # turns of each implementation of a case; orders that are drawn for one of them
 HOST_ROUNDS = 12  # the same of host times, whose spells of other work on the machine last for seconds
 
 
 def orders(count: int, rounds: int = ROUNDS) -> list[list[int]]:
     """Orders for that many rounds, one after the other, in which nobody has the same predecessor twice where there are
     enough to choose from."""
-    draws, chosen = random.Random(count), [list(range(count))]
-    while len(chosen) < rounds:
-        one_row = list(itertools.chain(*chosen))
-        used = set(itertools.pairwise(one_row))
-        for _ in range(TRIES):
-            order = draws.sample(range(count), count)
-            if used.isdisjoint(itertools.pairwise([*one_row[-1:], *order])) and order[:1] != one_row[-1:]:
-                break
-        chosen.append(order)
-    return chosen
+    draws, row = random.Random(count), list(range(count))  # all orders, one after the other
+    used = {n: {n} for n in row}  # who has followed each
+    for before, after in itertools.pairwise(row):
+        used[before].add(after)
+    for _ in range(rounds - 1):
+        drawn = [_order(draws, row[-1:], used) for _ in range(TRIES)] if count else []
+        order = min(drawn, key=lambda x: x[0], default=(0, []))[1]
+        for before, after in itertools.pairwise([*row[-1:], *order]):
+            used[before].add(after)
+        row += order
+    return [row[n * count : (n + 1) * count] for n in range(rounds)]
+
+
+def _order(draws: random.Random, last: list[int], used: dict[int, set[int]]) -> tuple[int, list[int]]:
+    """All once, after the last one; and how many of them have had their predecessor before."""
+    left, order, again = set(used), list(last), 0
+    while left:
+        fresh = sorted(left - used[order[-1]])
+        again += not fresh
+        order.append(draws.choice(fresh or sorted(left)))
+        left.remove(order[-1])
+    return again, order[len(last) :]
 
 
 class Timing:
