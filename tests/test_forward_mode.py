@@ -158,3 +158,27 @@ def test_a_level_of_another_thread_is_in_nobodys_way():
         thread.start()
         thread.join()
     assert torch.equal(found[0], torch.stack([want, want]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_kernels_refuse_it_on_a_gpu(name):
+    call, given, count = case_of(name)
+    given = [x.cuda() for x in given]
+    leaves = [x.requires_grad_() for x in given[:count]]
+
+    def pull(g, y):
+        return torch.autograd.grad(y, leaves, g, retain_graph=True)
+
+    for _ in range(3):
+        y = call(*given)
+        x, one = given[0].detach(), torch.ones_like(y)
+        want = pull(one, y)
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            torch.func.jvp(lambda x: call(x, *given[1:]), (x,), (x,))
+        with pytest.raises(NotImplementedError, match="_grad: it has no forward-mode derivative"):
+            torch.func.jvp(lambda g, y=y: pull(g, y)[0], (one,), (one,))
+        with forward_ad.dual_level():
+            beside = call(*given)
+            got = pull(one, beside)
+        assert torch.equal(beside, y) and torch.equal(got[0], want[0]), "of queries: no order of sums"

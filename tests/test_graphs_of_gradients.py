@@ -111,3 +111,25 @@ def test_autocast_does_not_reach_inside(name):
 
     for got, want in zip(grad(create_graph=True), grad(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["attention", "scores", "scores at ids", "Sinkhorn"])
+def test_inputs_that_are_functions_of_one_another_on_a_gpu(name):
+    """The kernels' gradient and the reference's differ by rounding alone."""
+    g = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(1, 64, 64, 128, generator=g, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    ids = torch.randint(0, 16, (1, 64, 16), generator=g, device="cuda")
+    mixed, at = x[:, :16].mean(dim=2) * 4, {"compress_ratio": 4, "softmax_scale": 0.1, "backend": "tilelang"}
+    if name == "attention":
+        y = torch_ops.dsv4_sparse_attention(x, mixed, x.float().mean(dim=(0, 1, 3)), ids, 0.1, backend="tilelang")
+    elif name == "scores":
+        y = torch_ops.dsv4_indexer_scores(x, mixed, x.mean(dim=3), **at).nan_to_num(neginf=0.0)
+    elif name == "scores at ids":
+        y = torch_ops.dsv4_indexer_topk_scores(x, mixed, x.mean(dim=3), ids, **at)
+    else:
+        y = torch_ops.dsv4_sinkhorn_normalize(x[..., :16, :16], backend="tilelang", repeat=3, eps=1e-6)
+    y = y.float().square().sum()
+    (plain,) = torch.autograd.grad(y, x, retain_graph=True)
+    (graph,) = torch.autograd.grad(y, x, create_graph=True)
+    assert graph.requires_grad and (plain - graph).abs().max() <= 0.06 * plain.abs().max()
