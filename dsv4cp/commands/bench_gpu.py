@@ -8,12 +8,13 @@ that none is still in the L2 cache when its turn comes. Each case is one functio
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from .. import _backend
-from .bench_timing import HOST_ROUNDS, ROUNDS, Call, HostTiming, Timing, orders, prepared
+from .bench_timing import HOST_ROUNDS, Call, HostTiming, Timing, orders, prepared
 
 Function = Callable[..., Any]  # of one input set's arrays, by name
 Say = Callable[[str], None]
@@ -87,11 +88,24 @@ def rows(*, peers: bool, tiny: bool, repeats: int, say: Say, only: str = "") -> 
             ceilings = found
         else:
             yield found
-    alone = [[make] for make in (*bench_gpu_cases.CASES, *bench_gpu_layers.cases())]
-    for makes in (*alone, bench_host.cases()):
-        wanted = [make for make in makes if not only or _is_wanted(make, only)]
-        yield from _together(wanted, ceilings, peers=peers, tiny=tiny, repeats=repeats, say=say)
+    hosts: list[Case] = []
+    for make in bench_host.cases():
+        yield from _made(make, only, tiny, hosts)
+    host = Measuring([(case, entries_of(case)) for case in hosts], repeats)
+    rounds = 1 if tiny else HOST_ROUNDS
+    turns = itertools.cycle(orders(host.count, rounds))
+    for make in (*bench_gpu_cases.CASES, *bench_gpu_layers.cases()):
+        yield from _alone(make, only, tiny, ceilings, peers=peers, repeats=repeats, say=say)
         release(cupy)
+        if not tiny:
+            host.turn(next(turns))  # now and then through the whole run
+    while host.turns < rounds:
+        host.turn(next(turns))
+    for case, made in zip(hosts, host.rows(ceilings), strict=True):
+        say(f"{case.name}: {case.size}")
+        for row in made:
+            say(f"  {row['implementation']}: {row.get('failed', row.get('ms'))}")
+        yield from made
 
 
 Make = Callable[[bool], Case]  # of whether it shall be tiny
@@ -111,25 +125,31 @@ def words(only: str) -> list[str]:
     return [word.strip().lower() for word in only.split(",") if word.strip()]
 
 
-def _together(
-    makes: Sequence[Make], ceilings: Ceilings | None, *, peers: bool, tiny: bool, repeats: int, say: Say
-) -> Iterator[dict[str, Any]]:
-    """Rows of cases that are measured together."""
-    group: list[tuple[Case, list[Entry], list[Entry]]] = []  # with entries of ours and of peers
-    for make in makes:
-        try:
-            case = make(tiny)
-        except Exception as error:
-            name = " ".join([getattr(make, "func", make).__name__, *map(str, getattr(make, "keywords", {}).values())])
-            yield {"case": name, "size": "making inputs", "implementation": "dsv4cp", "failed": _words(error)}
-            continue
+def _made(make: Make, only: str, tiny: bool, made: list[Case]) -> Iterator[dict[str, Any]]:
+    """Appends the case to `made`, if it is wanted; a row that says why, if it cannot be made."""
+    try:
+        if not only or _is_wanted(make, only):
+            made.append(make(tiny))
+    except Exception as error:
+        name = " ".join([getattr(make, "func", make).__name__, *map(str, getattr(make, "keywords", {}).values())])
+        yield {"case": name, "size": "making inputs", "implementation": "dsv4cp", "failed": _words(error)}
+
+
+def entries_of(case: Case) -> list[Entry]:
+    """Ours."""
+    return [Entry(name, function, case.sets) for name, function in case.ours.items()]
+
+
+def _alone(
+    make: Make, only: str, tiny: bool, ceilings: Ceilings | None, *, peers: bool, repeats: int, say: Say
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Rows of a case whose entries take turns with one another, peers' among them."""
+    cases: list[Case] = []
+    yield from _made(make, only, tiny, cases)
+    for case in cases:
         say(f"{case.name}: {case.size}")
-        ours = [Entry(name, function, case.sets) for name, function in case.ours.items()]
-        group.append((case, ours, _peers(case, say) if peers else []))
-    found = measured([(case, [*ours, *theirs]) for case, ours, theirs in group], ceilings, repeats)
-    for (case, ours, _), made in zip(group, found, strict=True):
-        if len(group) > 1:
-            say(f"{case.name}: {case.size}, measured")
+        ours, theirs = entries_of(case), _peers(case, say) if peers else []
+        made = measured(case, [*ours, *theirs], ceilings, repeats)
         for row in made:
             say(f"  {row['implementation']}: {row.get('failed', row.get('ms'))}")
         yield from made[: len(ours)]
@@ -157,34 +177,56 @@ def by_cudnn(row: dict[str, Any]) -> bool:
 
 
 def measured(
-    group: Sequence[tuple[Case, Sequence[Entry]]], ceilings: Ceilings | None, repeats: int
-) -> list[list[dict[str, Any]]]:
-    """For each case a row for each entry; "failed" in it says why there is no time. A long run is not given up for one
-    failure.
+    case: Case, entries: Sequence[Entry], ceilings: Ceilings | None, repeats: int
+) -> list[dict[str, Any]]:  # fmt: skip
+    """A row for each entry, which take turns in a few rounds."""
+    measuring = Measuring([(case, entries)], repeats)
+    for order in orders(measuring.count):
+        measuring.turn(order)
+    [made] = measuring.rows(ceilings)
+    return made
 
-    All entries of the group take turns in rounds, in each after others (`orders`): a card that has just had a pause, or
-    lighter work, runs faster for a while, and one that is hot or short of power slower, so that a place in the order,
-    and who went before, would be worth several percent.
+
+class Measuring:
+    """Entries of some cases, which take turns in rounds.
+
+    In each round they come after others (`orders`): a card that has just had a pause, or lighter work, runs faster for
+    a while, and one that is hot or short of power slower, so that a place in the order, and who went before, would be
+    worth several percent. What fails has a row that says why: a long run is not given up for it.
     """
-    made: list[list[dict[str, Any]]] = []
-    taken: list[tuple[Case, dict[str, Any], Timing | None]] = []
-    for case, entries in group:
-        made.append([])
-        for entry in entries:
-            row = {"case": case.name, "size": case.size, "implementation": entry.implementation}
-            prepare = HostTiming if case.host else prepared
-            made[-1].append(row)
-            taken.append((case, row, _unless_it_fails(row, functools.partial(prepare, entry.calls(), repeats))))
-    rounds = HOST_ROUNDS if any(case.host for case, _ in group) else ROUNDS
-    for order in orders(len(taken), rounds):
+
+    def __init__(self, group: Sequence[tuple[Case, Sequence[Entry]]], repeats: int) -> None:
+        self.turns = 0
+        self._rows: list[list[dict[str, Any]]] = []
+        self._taken: list[tuple[Case, dict[str, Any], Timing | None]] = []
+        for case, entries in group:
+            self._rows.append([])
+            for entry in entries:
+                row = {"case": case.name, "size": case.size, "implementation": entry.implementation}
+                prepare = functools.partial(HostTiming if case.host else prepared, entry.calls(), repeats)
+                self._rows[-1].append(row)
+                self._taken.append((case, row, _unless_it_fails(row, prepare)))
+
+    @property
+    def count(self) -> int:
+        """How many take turns."""
+        return len(self._taken)
+
+    def turn(self, order: Sequence[int]) -> None:
+        """One round."""
+        self.turns += 1
         for n in order:
-            _, row, timing = taken[n]
+            _, row, timing = self._taken[n]
             if timing is not None and "failed" not in row:
                 _unless_it_fails(row, timing.take)
-    for case, row, timing in taken:
-        if timing is not None and "failed" not in row:
-            _rate(case, row, timing.median(), ceilings)
-    return made
+
+    def rows(self, ceilings: Ceilings | None) -> list[list[dict[str, Any]]]:
+        """For each case a row for each entry."""
+        for case, row, timing in self._taken:
+            if timing is not None and "failed" not in row:
+                row |= timing.times()
+                _rate(case, row, ceilings)
+        return self._rows
 
 
 def _unless_it_fails(row: dict[str, Any], call: Callable[[], T]) -> T | None:
@@ -195,9 +237,9 @@ def _unless_it_fails(row: dict[str, Any], call: Callable[[], T]) -> T | None:
         return None
 
 
-def _rate(case: Case, row: dict[str, Any], ms: float, ceilings: Ceilings | None) -> None:
-    """Adds the row's time, rate and share of the floor."""
-    row["ms"] = ms
+def _rate(case: Case, row: dict[str, Any], ceilings: Ceilings | None) -> None:
+    """Adds the row's rate and share of the floor."""
+    ms = row["ms"]
     if case.flops:
         row["tflops"] = case.flops / ms / 1e9
     elif case.bytes or case.scatter:
