@@ -44,7 +44,7 @@ def test_peers_are_gpu_kernels(capsys):
 def test_picking_no_case_is_an_error(only, capsys):
     assert main(["bench", "--tiny", "--only", only]) == 2
     assert "--only: expected words with commas between them, got none" in capsys.readouterr().err
-    assert bench_gpu.words("Host, top-k ,,") == ["host", "top-k"]
+    assert bench_gpu.wanted_words("Host, top-k ,,") == ["host", "top-k"]
 
 
 def test_cases_are_picked_on_the_gpu_alone(capsys):

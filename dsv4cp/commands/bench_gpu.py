@@ -103,8 +103,7 @@ def rows(*, peers: bool, tiny: bool, repeats: int, say: Say, only: str = "") -> 
         host.turn(next(turns))
     for case, made in zip(hosts, host.rows(ceilings), strict=True):
         say(f"{case.name}: {case.size}")
-        for row in made:
-            say(f"  {row['implementation']}: {row.get('failed', row.get('ms'))}")
+        _tell(made, say)
         yield from made
 
 
@@ -117,10 +116,10 @@ def _is_wanted(make: Make, only: str) -> bool:
         name = make(True).name.lower()
     except Exception:
         return True
-    return any(word in name for word in words(only))
+    return any(word in name for word in wanted_words(only))
 
 
-def words(only: str) -> list[str]:
+def wanted_words(only: str) -> list[str]:
     """What the option --only asks for."""
     return [word.strip().lower() for word in only.split(",") if word.strip()]
 
@@ -150,10 +149,14 @@ def _alone(
         say(f"{case.name}: {case.size}")
         ours, theirs = entries_of(case), _peers(case, say) if peers else []
         made = measured(case, [*ours, *theirs], ceilings, repeats)
-        for row in made:
-            say(f"  {row['implementation']}: {row.get('failed', row.get('ms'))}")
+        _tell(made, say)
         yield from made[: len(ours)]
         yield from compared(made[: len(ours)], made[len(ours) :])
+
+
+def _tell(made: list[dict[str, Any]], say: Say) -> None:
+    for row in made:
+        say(f"  {row['implementation']}: {row.get('failed', row.get('ms'))}")
 
 
 def _peers(case: Case, say: Say) -> list[Entry]:

@@ -62,14 +62,13 @@ def with_gradients(call: Call, tensors: list[Any], numbers: int) -> dict[str, Ca
     """A call that leaves a node, and an autograd.Function that computes nothing, of so many tensors and numbers."""
     import torch
 
-    results = call()
-    results = tuple(x.detach() for x in (results if isinstance(results, tuple) else (results,)))
+    result = call().detach()
 
     class Nothing(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
             ctx.save_for_backward(*inputs[: len(tensors)])
-            return results
+            return result
 
         @staticmethod
         def backward(ctx: Any, *_: Any) -> Any:
